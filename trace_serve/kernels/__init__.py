@@ -1,0 +1,8 @@
+"""Backends of the NVFP4 kernels: which exist, which can run here, and how to get one.
+
+What they compute is defined in `trace_serve.nvfp4`; nothing here decides a rounding.
+"""
+
+from trace_serve.kernels.base import Availability, Kernels, available, get_kernels
+
+__all__ = ["Availability", "Kernels", "available", "get_kernels"]
