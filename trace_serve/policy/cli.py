@@ -1,0 +1,69 @@
+"""`trace-serve policy`: build and inspect policy directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from trace_serve.policy.build import build_policy
+from trace_serve.policy.manifest import Policy, load_policy
+from trace_serve.recipe import load_recipe
+
+app = typer.Typer(no_args_is_help=True, help="Build and inspect policy directories.")
+
+
+@app.command()
+def build(
+    source: Annotated[Path, typer.Argument(help="Hugging Face model directory.")],
+    out: Annotated[Path, typer.Option(help="Policy directory to create.")],
+    name: Annotated[str, typer.Option(help="Name under which the policy is served.")],
+    version: Annotated[str, typer.Option(help="Version of this policy.")] = "1",
+    recipe: Annotated[str, typer.Option(help="Preset name or recipe JSON file.")] = "default",
+    source_run: Annotated[str | None, typer.Option(help="Training run that produced the weights.")] = None,
+) -> None:
+    """Make a policy directory from a model directory and a recipe."""
+    policy = build_policy(source, out, name=name, version=version, recipe=load_recipe(recipe), source_run=source_run)
+    Console().print(f"{policy.path}: {policy.name} {policy.version} {policy.digest}", soft_wrap=True)
+
+
+@app.command()
+def inspect(
+    directory: Annotated[Path, typer.Argument(help="Policy directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check a policy directory and show what is in it."""
+    policy = load_policy(directory)
+    if as_json:
+        typer.echo(json.dumps(summary(policy), indent=2, sort_keys=True))
+        return
+    table = Table(show_header=False, box=None)
+    for key, value in summary(policy).items():
+        table.add_row(key, value if isinstance(value, str) else json.dumps(value))
+    Console().print(table, soft_wrap=True)
+
+
+def summary(policy: Policy) -> dict[str, object]:
+    """What `inspect` shows, as plain JSON values."""
+    layers = range(policy.model.layers)
+    return {
+        "name": policy.name,
+        "version": policy.version,
+        "digest": policy.digest,
+        "base_digest": policy.base_digest,
+        "recipe_id": policy.recipe_id,
+        "recipe": policy.recipe.to_dict(),
+        "source_run": policy.source_run,
+        "tokenizer_digest": policy.tokenizer_digest,
+        "chat_template_digest": policy.chat_template_digest,
+        "model_type": policy.model.model_type,
+        "layers": policy.model.layers,
+        "layers_with_nvfp4_experts": sum(policy.recipe.quantizes_experts(i) for i in layers),
+        "layers_with_nvfp4_kv": sum(policy.recipe.quantizes_kv(i) for i in layers),
+        "tensors": len(policy.weights),
+        "weight_bytes": policy.weight_bytes,
+    }

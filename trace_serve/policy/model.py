@@ -1,0 +1,111 @@
+"""Which models can become a policy, and whether a recipe fits one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trace_serve.errors import PolicyError
+from trace_serve.recipe import BLOCK, Recipe
+
+SUPPORTED_MODEL_TYPES = ("mixtral", "qwen3_moe", "olmoe")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Dimensions of a mixture-of-experts model that the numerics depend on.
+
+    Attributes:
+        model_type: the `model_type` of config.json.
+        layers: decoder layers.
+        hidden: width of the residual stream (input of an expert's first product).
+        intermediate: width inside one expert (input of its second product).
+        experts: routed experts a layer.
+        top_k: experts a token uses.
+        kv_heads: key/value heads.
+        head_dim: width of one head.
+        vocab: size of the vocabulary.
+        context: longest sequence.
+    """
+
+    model_type: str
+    layers: int
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Reads the dimensions of a parsed config.json.
+
+        Raises:
+            PolicyError: an architecture that is not supported, or a dimension that is missing or not positive.
+        """
+        model_type = config.get("model_type")
+        if model_type not in SUPPORTED_MODEL_TYPES:
+            raise PolicyError(
+                f"config.json model_type: got {model_type!r}, expected one of {', '.join(SUPPORTED_MODEL_TYPES)}",
+                field="model_type",
+            )
+        heads = _dimension(config, "num_attention_heads")
+        hidden = _dimension(config, "hidden_size")
+        return cls(
+            model_type=str(model_type),
+            layers=_dimension(config, "num_hidden_layers"),
+            hidden=hidden,
+            intermediate=_dimension(config, "moe_intermediate_size", "intermediate_size"),
+            experts=_dimension(config, "num_local_experts", "num_experts"),
+            top_k=_dimension(config, "num_experts_per_tok"),
+            kv_heads=_dimension(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads,
+            head_dim=_dimension(config, "head_dim") if config.get("head_dim") else hidden // heads,
+            vocab=_dimension(config, "vocab_size"),
+            context=_dimension(config, "max_position_embeddings"),
+        )
+
+
+def _dimension(config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise PolicyError(f"config.json {name}: got {value!r}, expected a positive whole number", field=name)
+        return value
+    raise PolicyError(f"config.json {' or '.join(names)}: missing", field=names[0])
+
+
+def check_recipe_fits(recipe: Recipe, model: ModelShape) -> None:
+    """Refuses a recipe that the model's dimensions cannot carry.
+
+    Raises:
+        PolicyError: a quantized dimension that is not a multiple of 16 or of its rotation width, or a layer index
+            outside the model.
+    """
+    for name, layers in (("expert_layers", recipe.expert_layers), ("kv_layers", recipe.kv_layers)):
+        if layers is not None and layers[-1] >= model.layers:
+            raise PolicyError(
+                f"recipe {name}: layer {layers[-1]} does not exist, the model has layers 0 to {model.layers - 1}",
+                field=name,
+            )
+    if recipe.experts != "bf16":
+        for what, width in (("hidden_size", model.hidden), ("intermediate_size", model.intermediate)):
+            _check_divides(what, width, BLOCK, "the NVFP4 block", "experts")
+            _check_divides(what, width, recipe.expert_rotation, "expert_rotation", "expert_rotation")
+    if recipe.kv != "bf16":
+        _check_divides("head_dim", model.head_dim, BLOCK, "the NVFP4 block", "kv")
+        _check_divides("head_dim", model.head_dim, recipe.k_rotation, "k_rotation", "k_rotation")
+
+
+def _check_divides(what: str, width: int, divisor: int, why: str, field: str) -> None:
+    if divisor and width % divisor:
+        raise PolicyError(
+            f"recipe {field}: the model's {what} {width} is not a multiple of {divisor} ({why}); "
+            f"change the recipe or keep this part in BF16",
+            field=field,
+        )
