@@ -1,0 +1,1 @@
+"""Serve NVFP4 policies on SGLang: numerics, engine layer, policies, HTTP front-end."""

@@ -1,0 +1,171 @@
+"""The attention KV cache in NVFP4: the pool's buffers, the write path and the read path.
+
+The pool holds packed codes and E4M3 block scales, in the layout that a card holds, and nothing else; attention reads
+dequantize the slots that it gathers, never the whole pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import (
+    KV_CACHE_ATTENTION_ACCESS_REGISTRY,
+    KV_CACHE_QUANT_REGISTRY,
+    KVCacheAttentionAccess,
+    KVCacheAttentionAccessKind,
+    KVCacheAttentionPhase,
+    KVCacheBackendMatcher,
+    KVCacheQuantMethodBase,
+)
+from torch import Tensor
+
+from trace_serve import nvfp4
+from trace_serve.engine import state
+from trace_serve.errors import EngineError
+from trace_serve.recipe import BLOCK
+
+NAME = "trace_nvfp4"
+
+
+@dataclass(frozen=True)
+class LayerBuffers:
+    """One layer of the pool; scales are None where the layer stays BF16.
+
+    Attributes:
+        k, v: uint8 [slots, heads, D/2], or bfloat16 [slots, heads, D].
+        k_scales, v_scales: uint8 [slots, heads, D/16].
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+
+
+class GatheredKV:
+    """Stands for a dequantized buffer [slots, heads, D]: indexing it dequantizes the slots asked for, to BF16."""
+
+    def __init__(self, codes: Tensor, scales: Tensor, global_scale: float) -> None:
+        self._codes, self._scales, self._global_scale = codes, scales, global_scale
+        self.shape = torch.Size((codes.shape[0], codes.shape[1], codes.shape[2] * 2))
+        self.dtype = torch.bfloat16
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        return state.get().kernels.gather_dequantize(self._codes, self._scales, index, self._global_scale)
+
+
+class TraceNvFp4KVMethod(KVCacheQuantMethodBase):  # type: ignore[misc]
+    """K and V of the recipe's layers in NVFP4 with one static power-of-two global scale; other layers in BF16.
+
+    K is stored rotated when the recipe says so; `plugin` rotates the queries of those layers, so that scores are those
+    of the unrotated product.
+    """
+
+    name = NAME
+    SCALE_BLOCK_SIZE = BLOCK
+
+    def __init__(self, num_layers: int | None = None, device: str | None = None, page_size: int | None = None) -> None:
+        self.recipe = state.get().spec.recipe
+        self.global_scale = nvfp4.kv_global_scale(self.recipe)
+        self.layers: list[LayerBuffers] = []
+        self._layer_of: dict[int, int] = {}
+
+    def create_buffers(self, size: int, head_num: int, head_dim: int, layer_num: int, device: str) -> dict[str, Any]:
+        width = max(BLOCK, self.recipe.k_rotation)
+        if head_dim % width:
+            raise EngineError(f"KV head_dim {head_dim} is not a multiple of {width}; choose another k_rotation")
+        if torch.device(device).type != "cpu":
+            raise EngineError(f"the trace_nvfp4 KV cache runs on the CPU engine in this version, got device {device}")
+        for layer in range(layer_num):
+            fp4 = self.recipe.quantizes_kv(layer)
+            shape = (size, head_num, head_dim // 2 if fp4 else head_dim)
+            dtype = torch.uint8 if fp4 else torch.bfloat16
+            k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            scale_shape = (size, head_num, head_dim // BLOCK)
+            scales = [torch.zeros(scale_shape, dtype=torch.uint8, device=device) if fp4 else None for _ in range(2)]
+            self.layers.append(LayerBuffers(k, v, *scales))
+        self._layer_of = {id(tensor): i for i, layer in enumerate(self.layers) for tensor in (layer.k, layer.v)}
+        # SGLang indexes these lists by layer; a BF16 layer has no scales, and an empty tensor says so.
+        empty = torch.zeros(0, dtype=torch.uint8, device=device)
+        return {
+            "k_buffer": [layer.k for layer in self.layers],
+            "v_buffer": [layer.v for layer in self.layers],
+            "k_scale_buffer": [empty if layer.k_scales is None else layer.k_scales for layer in self.layers],
+            "v_scale_buffer": [empty if layer.v_scales is None else layer.v_scales for layer in self.layers],
+            "dq_k_buffer": None,
+            "dq_v_buffer": None,
+            "store_dtype": torch.uint8,
+        }
+
+    def quantize_and_store(
+        self,
+        k_buffer: Tensor,
+        v_buffer: Tensor,
+        k_scale_buffer: Tensor | None,
+        v_scale_buffer: Tensor | None,
+        loc: Tensor,
+        cache_k: Tensor,
+        cache_v: Tensor,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        native_k_scale_buffer: Tensor | None = None,
+        native_v_scale_buffer: Tensor | None = None,
+    ) -> None:
+        layer = self.layers[self._layer_of[id(k_buffer)]]
+        if layer.k_scales is None or layer.v_scales is None:
+            layer.k[loc], layer.v[loc] = cache_k, cache_v
+            return
+        self._store(layer.k, layer.k_scales, loc, cache_k, self.recipe.k_rotation)
+        self._store(layer.v, layer.v_scales, loc, cache_v, 0)
+
+    def _store(self, codes: Tensor, scales: Tensor, loc: Tensor, values: Tensor, rotation: int) -> None:
+        engine = state.get()
+        rows = values.reshape(-1, values.shape[-1])
+        quantized = engine.kernels.quantize_rows(
+            rows, rotation=rotation, global_scale=self.global_scale, counters=engine.counters
+        )
+        heads = codes.shape[1]
+        codes[loc] = quantized.codes.view(-1, heads, codes.shape[2])
+        scales[loc] = quantized.scales.view(-1, heads, scales.shape[2])
+
+    def dequantize_kv_tensor(
+        self, fp4_tensor: Tensor, scales: Tensor, layer_id: int, dtype: torch.dtype | None = None
+    ) -> Any:
+        if fp4_tensor.dtype == torch.bfloat16:
+            return fp4_tensor
+        return GatheredKV(fp4_tensor, scales, self.global_scale)
+
+    def dequantize_prev_kv(
+        self, k_fp4: Tensor, k_scales: Tensor, v_fp4: Tensor, v_scales: Tensor, layer_id: int
+    ) -> tuple[Tensor, Tensor]:
+        raise EngineError("trace_nvfp4 KV has no dequant workspace; use --attention-backend torch_native")
+
+    def compute_cell_size(self, head_num: int, head_dim: int, num_layers: int, kv_size: int) -> int:
+        """Bytes a token of K and V over all layers; `kv_size` (bytes of the unquantized dtype) is not used."""
+        fp4_layers = sum(self.recipe.quantizes_kv(layer) for layer in range(num_layers))
+        fp4_bytes = head_dim // 2 + head_dim // BLOCK
+        return 2 * head_num * (fp4_layers * fp4_bytes + (num_layers - fp4_layers) * 2 * head_dim)
+
+    def bytes_per_token(self) -> int:
+        """Bytes a token that the allocated buffers take."""
+        tensors = [t for layer in self.layers for t in (layer.k, layer.v, layer.k_scales, layer.v_scales) if t is not None]
+        return sum(t.nbytes // t.shape[0] for t in tensors)
+
+
+def register() -> None:
+    """Adds the method and how attention reads it to SGLang's registries."""
+    readers = KVCacheBackendMatcher(exact=frozenset({"torch_native"}))
+    KV_CACHE_QUANT_REGISTRY[NAME] = TraceNvFp4KVMethod
+    KV_CACHE_ATTENTION_ACCESS_REGISTRY[NAME] = tuple(
+        KVCacheAttentionAccess(
+            phase,
+            KVCacheAttentionAccessKind.PLAIN,
+            readers,
+            storage_dtype=torch.uint8,
+            attention_kv_dtype=torch.bfloat16,
+            scale_recipe="nvfp4",
+        )
+        for phase in (KVCacheAttentionPhase.PREFILL, KVCacheAttentionPhase.DECODE)
+    )

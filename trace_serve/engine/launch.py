@@ -1,0 +1,280 @@
+"""Starting, watching and stopping one engine (no torch, no sglang in this process)."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trace_serve.engine import spec
+from trace_serve.engine.telemetry import Telemetry
+from trace_serve.errors import EngineError
+from trace_serve.policy.digest import digest_directory
+from trace_serve.policy.manifest import chat_template_digest, tokenizer_digest
+from trace_serve.recipe import PRESETS, Recipe
+
+FAILURE_PREFIX = "trace-serve engine failed: "
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to run one model.
+
+    Attributes:
+        model: directory with Hugging Face model files.
+        recipe: numeric choices; None is BF16, the training-time version.
+        hint_dir: where requests for hint files are written; None refuses them.
+        log_path: file that receives the engine's output; None is `engine.log` in its run directory.
+        policy_digest: digest of `model` when the caller has it already; None computes it.
+        max_total_tokens: size of the KV pool in tokens.
+        max_running_requests: requests decoded together.
+        chunked_prefill_size: tokens a prefill pass; longer prompts are cut.
+        context_length: longest prompt plus answer; None takes the model's own.
+        stall_limit_s: seconds without a sign of life after which the scheduler counts as frozen.
+        device: `cpu` or `cuda`.
+        extra_args: further arguments of SGLang's server, as on its command line.
+    """
+
+    model: Path
+    recipe: Recipe | None = None
+    hint_dir: Path | None = None
+    log_path: Path | None = None
+    policy_digest: str | None = None
+    max_total_tokens: int = 16384
+    max_running_requests: int = 32
+    chunked_prefill_size: int = 2048
+    context_length: int | None = None
+    stall_limit_s: float = 20.0
+    device: str = "cpu"
+    extra_args: tuple[str, ...] = field(default=())
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class EngineProcess:
+    """One SGLang server on loopback behind a secret key, in its own process group.
+
+    Not restarted by itself; `server.supervisor` does that with a fresh instance.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.recipe = config.recipe or PRESETS["bf16"]
+        self.served_name = config.model.name
+        self.api_key = secrets.token_urlsafe(24)
+        self._port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._run_dir: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def log_path(self) -> Path:
+        if self.config.log_path is not None:
+            return self.config.log_path
+        if self._run_dir is None:
+            raise EngineError("the engine has not been started")
+        return Path(self._run_dir.name) / "engine.log"
+
+    def start(self) -> None:
+        """Starts the process and returns at once.
+
+        Raises:
+            EngineError: it runs already, or the model directory is not there.
+        """
+        if self._process is not None:
+            raise EngineError("the engine is already started; make a new EngineProcess to start another")
+        if not (self.config.model / "config.json").is_file():
+            raise EngineError(f"model {self.config.model}: no config.json there; expected a Hugging Face model directory")
+        self._run_dir = tempfile.TemporaryDirectory(prefix="trace-serve-engine-")
+        Telemetry(self._run_dir.name, create=True)
+        if self.config.hint_dir is not None:
+            self.config.hint_dir.mkdir(parents=True, exist_ok=True)
+        self._port = _free_port()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trace_serve.engine.main", *self._arguments()],
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _spec(self) -> spec.EngineSpec:
+        model = self.config.model
+        assert self._run_dir is not None
+        return spec.EngineSpec(
+            recipe=self.recipe,
+            run_dir=self._run_dir.name,
+            hint_dir=None if self.config.hint_dir is None else str(self.config.hint_dir.resolve()),
+            policy_digest=self.config.policy_digest or digest_directory(model),
+            tokenizer_digest=tokenizer_digest(model),
+            chat_template_digest=chat_template_digest(model),
+            stall_limit_s=self.config.stall_limit_s,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        env = {**os.environ, spec.ENV: self._spec().to_env()}
+        env.pop("SGLANG_PLUGINS", None)
+        env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+        if self.config.device == "cpu":
+            env.update(SGLANG_USE_CPU_ENGINE="1", CUDA_VISIBLE_DEVICES="")
+            # Two engines and their clients share the cores here; more threads than one a scheduler only contend.
+            env.setdefault("OMP_NUM_THREADS", "1")
+        return env
+
+    def _arguments(self) -> list[str]:
+        config = self.config
+        arguments = {
+            "--model-path": str(config.model),
+            "--served-model-name": self.served_name,
+            "--host": "127.0.0.1",
+            "--port": str(self._port),
+            "--api-key": self.api_key,
+            "--device": config.device,
+            "--dtype": "bfloat16",
+            "--max-total-tokens": str(config.max_total_tokens),
+            "--max-running-requests": str(config.max_running_requests),
+            "--chunked-prefill-size": str(config.chunked_prefill_size),
+            "--log-level": "warning",
+        }
+        if config.device == "cpu":
+            arguments["--attention-backend"] = "torch_native"
+        if config.context_length is not None:
+            arguments["--context-length"] = str(config.context_length)
+        if self.recipe.experts != "bf16":
+            arguments["--quantization"] = spec.QUANTIZATION
+        flags = ["--skip-server-warmup", "--sleep-on-idle", "--enable-return-routed-experts"]
+        return [part for pair in arguments.items() for part in pair] + flags + list(config.extra_args)
+
+    def poll(self) -> int | None:
+        """The exit status, or None while the process runs."""
+        return None if self._process is None else self._process.poll()
+
+    def wait_ready(self, timeout_s: float = 300.0, *, progress: Callable[[float], None] | None = None) -> dict[str, Any]:
+        """Blocks until the engine answers and one canary request came back; returns its report.
+
+        Args:
+            timeout_s: seconds to wait for both together.
+            progress: called several times a second with the seconds waited.
+
+        Raises:
+            EngineError: it exited (the reason is the engine's own, a seam is named), did not answer in time, or the
+                canary's answer is not what this recipe gives. The engine is stopped first.
+        """
+        begin = time.monotonic()
+        try:
+            while True:
+                waited = time.monotonic() - begin
+                if progress is not None:
+                    progress(waited)
+                if self.poll() is not None:
+                    raise EngineError(f"engine for {self.config.model} exited with status {self.poll()}: {self.last_words()}")
+                if waited > timeout_s:
+                    raise EngineError(
+                        f"engine for {self.config.model} did not answer within {timeout_s:.0f} s; see {self.log_path}"
+                    )
+                try:
+                    loaded = self.request("/trace/report", timeout_s=5)
+                    break
+                except (OSError, ValueError):
+                    time.sleep(_POLL_S)
+            self._canary(loaded, max(timeout_s - (time.monotonic() - begin), 30))
+        except BaseException:
+            self.stop()
+            raise
+        return loaded
+
+    def _canary(self, loaded: dict[str, Any], timeout_s: float) -> None:
+        """One greedy request. On an FP4 engine its hints must be there and not be all zero."""
+        wants_hints = bool(loaded["hints"]["sites"])
+        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+        if wants_hints:
+            sampling["custom_params"] = {"trace_hints": "inline"}
+        body = {"input_ids": [1, 2, 3, 4, 5], "sampling_params": sampling}
+        try:
+            answer = self.request("/generate", body, timeout_s=timeout_s)
+        except (OSError, ValueError) as exc:
+            raise EngineError(f"canary: the first request failed: {exc}; {self.last_words()}") from exc
+        if wants_hints:
+            from trace_serve.hints import wire
+
+            payload = answer["meta_info"].get("trace_hints")
+            if not payload:
+                raise EngineError("canary: seam collect: the answer carries no hints; run `trace-serve doctor`")
+            hints = wire.from_bytes(base64.b64decode(payload), expect_recipe_id=self.recipe.recipe_id)
+            wire.require_nonzero(hints)
+
+    def request(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = 60.0) -> dict[str, Any]:
+        """One JSON request to the engine.
+
+        Raises:
+            OSError: connection failed or the status is not 2xx (urllib.error.HTTPError).
+            ValueError: the answer is not JSON.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            parsed: dict[str, Any] = json.loads(response.read())
+            return parsed
+
+    def last_words(self) -> str:
+        """The reason the engine gave, or the end of its log."""
+        try:
+            lines = self.log_path.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            return "it left no log"
+        for line in reversed(lines):
+            if FAILURE_PREFIX in line:
+                return line.split(FAILURE_PREFIX, 1)[1]
+        errors = [line for line in lines if "Error" in line]
+        return (errors or lines or ["its log is empty"])[-1].strip()[-600:]
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the whole process group: SIGTERM, then SIGKILL after the timeout. Safe to call twice."""
+        process = self._process
+        if process is not None:
+            for signum, wait_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 10.0)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signum)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(wait_s)
+                    if signum == signal.SIGKILL:
+                        break
+        if self._run_dir is not None and self.config.log_path is not None:
+            self._run_dir.cleanup()
+
+    def __enter__(self) -> EngineProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

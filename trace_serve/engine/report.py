@@ -1,0 +1,121 @@
+"""What the engine says it loaded: built in the scheduler from the live objects, not from the configuration."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from trace_serve.engine import state
+from trace_serve.errors import SeamError
+from trace_serve.recipe import BLOCK
+
+KEY = "trace_serve"
+SCHEMA_VERSION = 1
+
+
+def from_scheduler(scheduler: Any) -> dict[str, Any]:
+    """Inspects the loaded model and KV pool, and readies hint capture.
+
+    Raises:
+        SeamError: a layer or the pool is not what the recipe asks for; the start stops with this message.
+    """
+    from trace_serve.engine import seams
+
+    engine = state.get()
+    runner = scheduler.tp_worker.model_runner
+    experts = _experts(runner.model)
+    kv = _kv(runner.token_to_kv_pool, runner.model_config)
+    _check(experts, kv)
+    _prepare_capture(runner, experts)
+    recipe = engine.spec.recipe
+    sites = [*(["experts_in"] if engine.slots else []), *(["k", "v"] if kv["format"] == "nvfp4" else [])]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "mode": "bf16" if recipe.is_bf16 else "fp4",
+        "recipe": recipe.to_dict(),
+        "recipe_id": recipe.recipe_id,
+        "policy_digest": engine.spec.policy_digest,
+        "tokenizer_digest": engine.spec.tokenizer_digest,
+        "chat_template_digest": engine.spec.chat_template_digest,
+        "experts": {key: value for key, value in experts.items() if key != "quantized"},
+        "kv": kv,
+        "hints": {"sites": sites, "layers": runner.model_config.num_hidden_layers},
+        "context_length": runner.model_config.context_len,
+        "vocab_size": runner.model_config.vocab_size,
+        "max_total_num_tokens": scheduler.max_total_num_tokens,
+        "sglang": importlib.metadata.version("sglang"),
+        "torch": importlib.metadata.version("torch"),
+        "seams": {status.name: "ok" if status.ok else status.detail for status in seams.check_process()},
+    }
+
+
+def _experts(model: Any) -> dict[str, Any]:
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+    from trace_serve.engine.moe import TraceNvFp4MoEMethod
+
+    layers = {module.layer_id: module for module in model.modules() if isinstance(module, FusedMoE)}
+    quantized = sorted(i for i, layer in layers.items() if isinstance(layer.quant_method, TraceNvFp4MoEMethod))
+    activations = {layers[i].quant_method.recipe.experts for i in quantized}
+    return {
+        "format": "nvfp4" if quantized else "bf16",
+        "activations": "nvfp4" if activations == {"w4a4"} else "bf16",
+        "layers_quantized": len(quantized),
+        "layers_total": len(layers),
+        "backend": state.get().kernels.name if quantized else "sglang",
+        "quantized": quantized,
+    }
+
+
+def _kv(pool: Any, model_config: Any) -> dict[str, Any]:
+    from trace_serve.engine.kv import TraceNvFp4KVMethod
+
+    method = getattr(pool, "quant_method", None)
+    total = model_config.num_hidden_layers
+    if not isinstance(method, TraceNvFp4KVMethod):
+        size = sum(t.nbytes // t.shape[0] for t in (*pool.k_buffer, *pool.v_buffer))
+        return {
+            "format": "bf16",
+            "layers_quantized": 0,
+            "layers_total": total,
+            "bytes_per_token": size,
+            "backend": "sglang",
+        }
+    return {
+        "format": "nvfp4",
+        "layers_quantized": sum(layer.k_scales is not None for layer in method.layers),
+        "layers_total": total,
+        "bytes_per_token": method.bytes_per_token(),
+        "backend": state.get().kernels.name,
+    }
+
+
+def _check(experts: dict[str, Any], kv: dict[str, Any]) -> None:
+    recipe = state.get().spec.recipe
+    wanted_experts = sum(recipe.quantizes_experts(i) for i in range(kv["layers_total"]))
+    if experts["layers_quantized"] != min(wanted_experts, experts["layers_total"]) or (
+        wanted_experts and not experts["layers_total"]
+    ):
+        raise SeamError(
+            f"seam quantization-method: {experts['layers_quantized']} of {experts['layers_total']} expert layers carry "
+            f"the NVFP4 method, the recipe asks for {wanted_experts}"
+        )
+    wanted_kv = sum(recipe.quantizes_kv(i) for i in range(kv["layers_total"]))
+    if kv["layers_quantized"] != wanted_kv:
+        raise SeamError(
+            f"seam kv-method: {kv['layers_quantized']} of {kv['layers_total']} KV layers are NVFP4, "
+            f"the recipe asks for {wanted_kv}"
+        )
+
+
+def _prepare_capture(runner: Any, experts: dict[str, Any]) -> None:
+    from trace_serve.hints.slots import ExpertInputSlots, SlotVersions
+
+    engine = state.get()
+    if engine.spec.recipe.is_bf16:
+        return
+    slots = runner.token_to_kv_pool.size + runner.token_to_kv_pool.page_size
+    engine.versions = SlotVersions(slots)
+    hidden = runner.model_config.hidden_size
+    if engine.spec.recipe.experts == "w4a4" and experts["quantized"] and hidden % BLOCK == 0:
+        engine.slots = ExpertInputSlots(slots, tuple(experts["quantized"]), hidden)

@@ -1,0 +1,38 @@
+"""Routes that the engine's own HTTP server gains: `/trace/heartbeat` and `/trace/report`.
+
+Both answer from shared memory and from what the scheduler reported at start, so they never wait for generation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trace_serve.engine import report, state
+
+
+def heartbeat() -> dict[str, Any]:
+    """Age of the scheduler's last sign of life in seconds, and whether it is below the limit."""
+    engine = state.get()
+    age = engine.telemetry.age_s()
+    limit = engine.spec.stall_limit_s
+    return {"age_s": age, "limit_s": limit, "alive": age is not None and age < limit}
+
+
+def install(app: Any, scheduler_infos: list[dict[str, Any]]) -> None:
+    """Adds the routes to SGLang's FastAPI application."""
+    loaded = scheduler_infos[0][report.KEY]
+
+    async def trace_heartbeat() -> dict[str, Any]:
+        return heartbeat()
+
+    async def trace_report() -> dict[str, Any]:
+        telemetry = state.get().telemetry
+        return {
+            **loaded,
+            "incidents": telemetry.incidents(),
+            "hint_files": {"written": telemetry.get("hint_files"), "failed": telemetry.get("hint_failures")},
+            "ready": heartbeat()["alive"],
+        }
+
+    app.add_api_route("/trace/heartbeat", trace_heartbeat, methods=["GET"])
+    app.add_api_route("/trace/report", trace_report, methods=["GET"])

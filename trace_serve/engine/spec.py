@@ -1,0 +1,58 @@
+"""What an engine process is told about the policy it runs, carried to every child in one environment variable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+
+from trace_serve.errors import ConfigError
+from trace_serve.recipe import PRESETS, Recipe
+
+ENV = "TRACE_SERVE_ENGINE"
+QUANTIZATION = "trace_nvfp4"
+"""Name of our method for SGLang's --quantization."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Attributes:
+    recipe: numeric choices; the `bf16` preset is the training-time version.
+    run_dir: directory of telemetry, owned by this engine.
+    hint_dir: directory that hint files are written to; None refuses requests for hint files.
+    policy_digest: digest of the policy directory, stored in every hint file.
+    tokenizer_digest: digest of the tokenizer files, reported to the gate's preflight.
+    chat_template_digest: digest of the chat template, reported to the gate's preflight.
+    stall_limit_s: seconds without a sign of life after which the scheduler counts as frozen.
+    """
+
+    recipe: Recipe
+    run_dir: str
+    hint_dir: str | None = None
+    policy_digest: str = ""
+    tokenizer_digest: str = ""
+    chat_template_digest: str = ""
+    stall_limit_s: float = 20.0
+
+    def to_env(self) -> str:
+        raw = dataclasses.asdict(self)
+        raw["recipe"] = self.recipe.to_dict()
+        return json.dumps(raw, sort_keys=True)
+
+
+def from_env() -> EngineSpec | None:
+    """The spec of this engine, or None in a process that is not one of ours.
+
+    Raises:
+        ConfigError: the variable is set but cannot be read.
+    """
+    text = os.environ.get(ENV)
+    if not text:
+        return None
+    try:
+        raw = json.loads(text)
+        recipe = Recipe.from_dict(raw.pop("recipe", PRESETS["bf16"].to_dict()))
+        return EngineSpec(recipe=recipe, **raw)
+    except (ValueError, TypeError, AttributeError) as exc:
+        raise ConfigError(f"{ENV}: {exc}; it is written by trace_serve.engine.launch, do not set it by hand") from exc
