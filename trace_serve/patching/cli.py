@@ -14,7 +14,9 @@ from trace_serve.patching.operations import revert as revert_patches
 from trace_serve.patching.status import State
 from trace_serve.patching.status import status as read_status
 
-app = typer.Typer(no_args_is_help=True, help="Put the patches on the installed SGLang, or take them off.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Put the patches on the installed SGLang, or take them off."
+)
 
 TargetOption = Annotated[
     Path | None,
