@@ -1,0 +1,183 @@
+"""An OpenAI-style upstream in a process of its own, for transport behaviour that a real engine shows only by chance.
+
+It samples nothing: the last message (or the prompt) is a script of `key=value` words, for example
+`tokens=20 delay=0.05 die_after=3`, and the server behaves accordingly. It records what it received.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from typing import Any
+
+from aiohttp import web
+
+CONTEXT_LENGTH = 512
+VOCAB_SIZE = 300
+SERVED_NAME = "scripted-model"
+TEXT = "안녕 🫠🥹龜 ok "
+
+
+class Script:
+    """One request's instructions."""
+
+    def __init__(self, text: str) -> None:
+        self.words = dict(word.split("=", 1) for word in text.split() if "=" in word)
+        self.tokens = int(self.words.get("tokens", 4))
+        self.delay = float(self.words.get("delay", 0.0))
+
+    def at(self, name: str, index: int) -> bool:
+        return self.words.get(name) == str(index)
+
+    def has(self, name: str) -> bool:
+        return name in self.words
+
+
+class Upstream:
+    def __init__(self, key: str, report: dict[str, Any]) -> None:
+        self.key = key
+        self.report = report
+        self.seen: list[dict[str, Any]] = []
+        self.aborted: list[str] = []
+        self.running = 0
+        self.alive = True
+        self.heartbeat_delay = 0.0
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self.authenticate])
+        app.router.add_get("/trace/heartbeat", self.heartbeat)
+        app.router.add_get("/trace/report", self.get_report)
+        app.router.add_get("/v1/loads", self.loads)
+        app.router.add_get("/script/seen", self.get_seen)
+        app.router.add_post("/script/health", self.set_health)
+        app.router.add_post("/abort_request", self.abort)
+        app.router.add_post("/v1/chat/completions", self.generate)
+        app.router.add_post("/v1/completions", self.generate)
+        return app
+
+    @web.middleware
+    async def authenticate(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.headers.get("authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "bad engine key"}}, status=401)
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    async def heartbeat(self, _: web.Request) -> web.Response:
+        await asyncio.sleep(self.heartbeat_delay)
+        return web.json_response({"age_s": 0.1 if self.alive else 99.0, "limit_s": 20.0, "alive": self.alive})
+
+    async def get_report(self, _: web.Request) -> web.Response:
+        return web.json_response(self.report)
+
+    async def loads(self, _: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})
+
+    async def get_seen(self, _: web.Request) -> web.Response:
+        return web.json_response({"seen": self.seen, "aborted": self.aborted, "running": self.running})
+
+    async def set_health(self, request: web.Request) -> web.Response:
+        wanted = await request.json()
+        self.alive = wanted.get("alive", self.alive)
+        self.heartbeat_delay = wanted.get("heartbeat_delay", self.heartbeat_delay)
+        return web.json_response({})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        self.aborted.append((await request.json())["rid"])
+        return web.json_response({})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        payload = await request.json()
+        self.seen.append(payload)
+        self.seen = self.seen[-50:]
+        text = payload["messages"][-1]["content"] if "messages" in payload else str(payload["prompt"])
+        script = Script(text)
+        self.running += 1
+        try:
+            if script.has("hang"):
+                await asyncio.sleep(3600)
+            if script.has("status"):
+                body = {"object": "error", "message": script.words.get("message", "scripted"), "code": 1}
+                return web.json_response(body, status=int(script.words["status"]))
+            if payload.get("stream"):
+                return await self.stream(request, payload, script)
+            return await self.whole(payload, script)
+        finally:
+            self.running -= 1
+
+    async def whole(self, payload: dict[str, Any], script: Script) -> web.Response:
+        for index in range(script.tokens):
+            await asyncio.sleep(script.delay)
+            if script.at("die_after", index):
+                os._exit(9)
+        reason = "abort" if script.has("abort") else "stop"
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": TEXT * script.tokens},
+            "finish_reason": reason,
+        }
+        answer = {"id": payload["rid"], "model": SERVED_NAME, "choices": [choice], "usage": usage(script)}
+        text = json.dumps(answer)
+        if script.has("nan"):
+            text = text.replace('"index": 0', '"index": 0, "logprob": NaN, "other": -Infinity')
+        return web.Response(text=text, content_type="application/json")
+
+    async def stream(self, request: web.Request, payload: dict[str, Any], script: Script) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+
+        async def write(data: bytes) -> None:
+            pieces = [data[i : i + 1] for i in range(len(data))] if script.has("bytewise") else [data]
+            for piece in pieces:
+                await response.write(piece)
+                await asyncio.sleep(0)
+
+        async def send(chunk: dict[str, Any]) -> None:
+            text = json.dumps(chunk, ensure_ascii=False)
+            if script.has("nan"):
+                text = text.replace('"index": 0', '"index": 0, "logprob": NaN')
+            await write(b"data: " + text.encode() + b"\n\n")
+
+        head = {"id": payload["rid"], "model": SERVED_NAME}
+        for index in range(script.tokens):
+            await asyncio.sleep(script.delay)
+            if script.at("die_after", index):
+                os._exit(9)
+            if script.at("cut_after", index) and request.transport is not None:
+                request.transport.close()
+                return response
+            if script.at("error_after", index):
+                await send({"error": {"object": "error", "message": "scripted failure", "code": 500}})
+                await write(b"data: [DONE]\n\n")
+                return response
+            if script.at("garbage_after", index):
+                await write(b"data: {error\n\n")
+            if script.at("abort_after", index):
+                await send({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "abort"}]})
+                await write(b"data: [DONE]\n\n")
+                return response
+            await send({**head, "choices": [{"index": 0, "delta": {"content": TEXT}, "finish_reason": None}]})
+        await send({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        if (payload.get("stream_options") or {}).get("include_usage"):
+            await send({**head, "choices": [], "usage": usage(script)})
+        await write(b"data: [DONE]\n\n")
+        return response
+
+
+def usage(script: Script) -> dict[str, int]:
+    return {"prompt_tokens": 7, "completion_tokens": script.tokens, "total_tokens": 7 + script.tokens}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--key", required=True)
+    parser.add_argument("--report", required=True)
+    args = parser.parse_args()
+    app = Upstream(args.key, json.loads(args.report)).app()
+    web.run_app(app, host="127.0.0.1", port=args.port, print=None, handler_cancellation=True, access_log=None)
+
+
+if __name__ == "__main__":
+    main()

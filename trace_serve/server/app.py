@@ -1,0 +1,146 @@
+"""Assembles the FastAPI application from a front-end's state."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from trace_serve.server.authorization import Authorization
+from trace_serve.server.errors import ApiError, not_found
+from trace_serve.server.front_end import FrontEnd
+from trace_serve.server.generation import GenerationRoute
+from trace_serve.server.schemas import ChatRequest, CompletionRequest
+from trace_serve.server.supervisor import EngineLike
+from trace_serve.settings import Settings
+
+ROLLOUT_ID = re.compile(r"trace-[0-9a-f]{32}")
+
+
+def create_app(
+    settings: Settings,
+    authorization: Authorization,
+    factory: Callable[[], EngineLike],
+    *,
+    on_exit: Callable[[], None] = lambda: None,
+) -> FastAPI:
+    """The application of one front-end; its `state.front` is the `FrontEnd`.
+
+    Args:
+        settings: limits and time-outs; `hint_dir` is where hint files are served from.
+        authorization: the policy that may be served.
+        factory: makes an unstarted engine process for that policy.
+        on_exit: called when the server should end.
+    """
+    front = FrontEnd(settings, authorization, factory, on_exit=on_exit)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await front.open()
+        try:
+            yield
+        finally:
+            await front.close()
+
+    app = FastAPI(title="trace-serve", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.front = front
+    created = int(time.time())
+
+    chat = GenerationRoute(front, "/v1/chat/completions", ChatRequest)
+    completions = GenerationRoute(front, "/v1/completions", CompletionRequest)
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_of(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        return await chat(request)
+
+    @app.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
+    async def text_completions(request: Request) -> Response:
+        return await completions(request)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        front.authenticate(request)
+        raise not_found(
+            "this server samples text and makes no embeddings; use /v1/chat/completions or /v1/completions",
+            code="unsupported_endpoint",
+        )
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        front.authenticate(request)
+        engine = front.supervisor.engine
+        entry: dict[str, Any] = {
+            "id": authorization.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "trace-serve",
+            "policy_version": authorization.version,
+            "policy_digest": authorization.digest,
+            "max_model_len": None if engine is None else engine.limits.context_length,
+        }
+        return _json({"object": "list", "data": [entry]}, front.response_headers())
+
+    @app.get("/v1/rollouts/{rollout_id}/hints")
+    async def hints(request: Request, rollout_id: str) -> Response:
+        front.authenticate(request)
+        if ROLLOUT_ID.fullmatch(rollout_id) is None:
+            raise not_found("rollout id: expected the x-trace-rollout header of an answer", param="id")
+        if settings.hint_dir is None or not authorization.hints:
+            raise not_found("this server keeps no hints; start it with --hint-dir", code="hints_off")
+        path = settings.hint_dir / f"{rollout_id}.safetensors"
+        if path.is_symlink() or not path.is_file():
+            raise not_found(f"no hints of {rollout_id}: not finished, failed, or not asked for with trace_hints")
+        return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+
+    @app.get("/trace/report")
+    async def report(request: Request) -> Response:
+        front.authenticate(request)
+        return _json(await front.report(), front.response_headers())
+
+    @app.get("/health/live")
+    async def live() -> Response:
+        return _json({"status": "live"})
+
+    @app.get("/health/ready")
+    async def ready() -> Response:
+        engine = front.engine_in_service()
+        return _json({"status": "ready", "policy": authorization.label, "context_length": engine.limits.context_length})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await front.render_metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(ApiError)
+    async def refuse(_: Request, error: ApiError) -> Response:
+        return error.response(front.response_headers())
+
+    @app.exception_handler(HTTPException)
+    async def no_route(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        refusal = ApiError(error.status_code, message, kind="invalid_request_error", code="unknown_route")
+        return refusal.response(dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, __: Exception) -> Response:
+        refusal = ApiError(500, "internal error of the server; see its log", kind="server_error", code="internal_error")
+        return refusal.response(front.response_headers())
+
+    return app
+
+
+def _json(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), headers=headers, media_type="application/json")
+
+
+def _body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The request body in the OpenAPI document; validation is `schemas.parse_request`."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}

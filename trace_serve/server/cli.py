@@ -1,0 +1,64 @@
+"""`trace-serve serve`: options on top of the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trace_serve.errors import TraceServeError
+from trace_serve.settings import Settings
+
+
+def serve(
+    policy: Annotated[Path, typer.Argument(help="Policy directory.")],
+    mode: Annotated[str | None, typer.Option(help="rollout (no verdict, hints on) or production.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    verdict: Annotated[
+        Path | None, typer.Option(help="Signed verdict; default: POLICY.verdict.dsse.json beside the policy.")
+    ] = None,
+    public_key: Annotated[Path | None, typer.Option(help="Pinned public key (PEM) for the verdict.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Bearer key for clients; better given as TRACE_SERVE_API_KEY.")
+    ] = None,
+    hint_dir: Annotated[Path | None, typer.Option(help="Directory for hint files.")] = None,
+    engine_log: Annotated[Path | None, typer.Option(help="File for the engine's output.")] = None,
+    max_in_flight: Annotated[int | None, typer.Option(help="Requests inside the engine at once.")] = None,
+    max_queue: Annotated[int | None, typer.Option(help="Requests waiting for a place.")] = None,
+    max_per_key: Annotated[int | None, typer.Option(help="Requests of one API key, running and waiting.")] = None,
+    drain_s: Annotated[float | None, typer.Option(help="Seconds running requests may finish after SIGTERM.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    exit_with_parent: Annotated[
+        bool | None, typer.Option("--exit-with-parent", help="Stop when the starting process is gone.", hidden=True)
+    ] = None,
+) -> None:
+    """Serves a policy over an OpenAI-compatible HTTP API.
+
+    Every option can also be set as TRACE_SERVE_<NAME>; further limits and time-outs only so. Exit codes: 0 after
+    SIGTERM or Ctrl-C, 3 when the policy may not be served, 4 when the engine cannot be kept running.
+    """
+    from trace_serve.server.run import fail, serve_policy
+
+    try:
+        settings = Settings.load(
+            mode=mode,
+            host=host,
+            port=port,
+            verdict=verdict,
+            public_key=public_key,
+            api_key=api_key,
+            hint_dir=hint_dir,
+            engine_log=engine_log,
+            max_in_flight=max_in_flight,
+            max_queue=max_queue,
+            max_per_key=max_per_key,
+            drain_s=drain_s,
+            log_level=log_level,
+            exit_with_parent=exit_with_parent,
+        )
+        code = serve_policy(policy, settings)
+    except TraceServeError as error:
+        code = fail(error)
+    raise typer.Exit(code)

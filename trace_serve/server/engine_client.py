@@ -1,0 +1,99 @@
+"""HTTP to the engine on loopback: one aiohttp session, the engine's bearer key on every request."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+from trace_serve.server.limits import Limits
+
+ABORT_DELAYS_S = (0.0, 0.3, 1.0)
+"""A request that has just been sent may not be known to the engine yet, so its abort is repeated."""
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """The engine in service, as requests see it.
+
+    Attributes:
+        url: base URL on loopback.
+        api_key: the engine's own bearer key, never shown to a client.
+        served_name: the model name that the engine answers to.
+        limits: vocabulary and context length, from the engine's report.
+        report: the engine's `/trace/report` when it became ready.
+    """
+
+    url: str
+    api_key: str = field(repr=False)
+    served_name: str
+    limits: Limits
+    report: dict[str, Any] = field(repr=False)
+
+
+class EngineClient:
+    """Owns the session; must be created and closed inside the event loop.
+
+    Args:
+        idle_s: longest silence of the engine within a request.
+    """
+
+    def __init__(self, *, idle_s: float) -> None:
+        self.idle_s = idle_s
+        # The server closes idle connections after 5 s; giving them up earlier avoids sending into a closing one.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=idle_s)
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False, headers={"accept-encoding": "identity"}
+        )
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def post(self, engine: EngineView, path: str, payload: dict[str, Any]) -> aiohttp.ClientResponse:
+        """Sends a request and returns when headers have come; the caller closes the answer."""
+        return await self._session.post(
+            engine.url + path,
+            data=orjson.dumps(payload),
+            headers={"authorization": f"Bearer {engine.api_key}", "content-type": "application/json"},
+        )
+
+    async def get_json(self, url: str, api_key: str, path: str, *, timeout_s: float) -> dict[str, Any]:
+        """GETs a JSON object.
+
+        Raises:
+            aiohttp.ClientError, TimeoutError: no answer, or not status 200.
+            ValueError: not a JSON object.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {"authorization": f"Bearer {api_key}"}
+        async with self._session.get(url + path, headers=headers, timeout=timeout, raise_for_status=True) as answer:
+            parsed = orjson.loads(await answer.read())
+        if not isinstance(parsed, dict):
+            raise ValueError(f"{path}: got {type(parsed).__name__}, expected a JSON object")
+        return parsed
+
+    def abort(self, engine: EngineView, rid: str) -> None:
+        """Tells the engine, in the background, to drop a request."""
+        task = asyncio.get_running_loop().create_task(self._abort(engine, rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, engine: EngineView, rid: str) -> None:
+        timeout = aiohttp.ClientTimeout(total=2.0)
+        headers = {"authorization": f"Bearer {engine.api_key}"}
+        for delay in ABORT_DELAYS_S:
+            await asyncio.sleep(delay)
+            try:
+                url = engine.url + "/abort_request"
+                async with self._session.post(url, json={"rid": rid}, headers=headers, timeout=timeout):
+                    pass
+            except (aiohttp.ClientError, TimeoutError):
+                return  # a dead or frozen engine is the supervisor's to deal with
+
+    async def close(self) -> None:
+        for task in list(self._aborts):
+            task.cancel()
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+        await self._session.close()

@@ -1,0 +1,177 @@
+"""The two routes that sample tokens, from the request's bytes to the relayed answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import orjson
+import structlog
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from trace_serve.server.errors import ApiError, bad_request, not_found, too_large
+from trace_serve.server.flight import ClientGoneError, Flight, mint_request_id
+from trace_serve.server.front_end import FrontEnd
+from trace_serve.server.limits import check_context, check_limits
+from trace_serve.server.relay import StreamResponse, fetch_answer, open_stream
+from trace_serve.server.schemas import GenerationRequest, parse_request
+
+log = structlog.get_logger("trace_serve.request")
+CLIENT_GONE_STATUS = 499
+"""For logs and metrics only: nobody is left to receive it."""
+
+
+class GenerationRoute:
+    """Validates, admits and relays the requests of one OpenAI route.
+
+    Args:
+        front: the shared state.
+        path: the route, the same at the engine.
+        schema: the request model.
+    """
+
+    def __init__(self, front: FrontEnd, path: str, schema: type[GenerationRequest]) -> None:
+        self._front = front
+        self._path = path
+        self._schema = schema
+
+    async def __call__(self, request: Request) -> Response:
+        rid = mint_request_id()
+        began = time.monotonic()
+        headers = {"x-request-id": rid, **self._front.response_headers()}
+        record = _Record(self._front, self._path, rid, request.headers.get("x-request-id"), began)
+        try:
+            return await self._answer(request, rid, headers, record)
+        except ApiError as error:
+            record.finish(error.status, error.code or "invalid_request", None)
+            return error.response(headers)
+        except (ClientGoneError, ClientDisconnect):
+            record.finish(CLIENT_GONE_STATUS, "client_gone", None)
+            return Response(status_code=CLIENT_GONE_STATUS)
+
+    async def _answer(self, request: Request, rid: str, headers: dict[str, str], record: _Record) -> Response:
+        front = self._front
+        key = front.authenticate(request)
+        body = await _read_body(request, front.settings.max_body_bytes, front.settings.body_timeout_s)
+        wanted = parse_request(self._schema, _parse_json(body))
+        record.label = wanted.rid or record.label
+        if wanted.trace_hints:
+            if not front.authorization.hints:
+                raise bad_request(
+                    "trace_hints: this server keeps no hints; start it with --hint-dir", param="trace_hints"
+                )
+            headers["x-trace-rollout"] = rid
+        engine = front.engine_in_service()
+        check_limits(wanted, engine.limits)
+        self._check_model(wanted, engine.served_name)
+
+        flight = Flight(rid, engine, front.client, request.receive)
+        front.flights.add(flight)
+        handed_over = False
+        try:
+            payload = wanted.upstream_payload(rid=rid, served_name=engine.served_name)
+            await flight.run(self._admit(flight, key, wanted))
+            if not wanted.stream:
+                content, answer = await flight.run(fetch_answer(flight, front.client, self._path, payload))
+                record.finish(200, "ok", answer.get("usage"))
+                return Response(content, headers=headers, media_type="application/json")
+            opening = await flight.run(open_stream(flight, front.client, self._path, payload))
+            record.first_frame()
+
+            def finished(outcome: str, usage: dict[str, Any] | None) -> None:
+                front.flights.discard(flight)
+                record.finish(200, outcome, usage)
+
+            handed_over = True
+            stall_s = front.settings.client_stall_s
+            return StreamResponse(flight, opening, headers, stall_s=stall_s, finished=finished)
+        finally:
+            if not handed_over:
+                flight.close()
+                front.flights.discard(flight)
+
+    async def _admit(self, flight: Flight, key: str, wanted: GenerationRequest) -> None:
+        """Takes a place in the engine, then counts the prompt, so that floods are turned away before any work."""
+        flight.ticket = await self._front.admission.acquire(key)
+        tokens = await self._front.counter.count(wanted)
+        if tokens is not None:
+            check_context(wanted, tokens, flight.engine.limits)
+
+    def _check_model(self, wanted: GenerationRequest, served_name: str) -> None:
+        known = {self._front.authorization.name, self._front.authorization.label, served_name}
+        if wanted.model is not None and wanted.model not in known:
+            raise not_found(
+                f"model: got {wanted.model!r}, expected {self._front.authorization.name!r}, the policy in service",
+                param="model",
+                code="model_not_found",
+            )
+
+
+class _Record:
+    """Metrics and one log line for a request, whatever becomes of it."""
+
+    def __init__(self, front: FrontEnd, route: str, rid: str, label: str | None, began: float) -> None:
+        self._front = front
+        self._route = route
+        self._rid = rid
+        self._began = began
+        self._first_s: float | None = None
+        self.label = label
+
+    def first_frame(self) -> None:
+        self._first_s = time.monotonic() - self._began
+        self._front.metrics.first_frame.labels(self._route).observe(self._first_s)
+
+    def finish(self, status: int, outcome: str, usage: dict[str, Any] | None) -> None:
+        metrics = self._front.metrics
+        total_s = time.monotonic() - self._began
+        metrics.requests.labels(self._route, str(status), outcome).inc()
+        prompt_tokens = completion_tokens = None
+        if outcome == "ok":
+            metrics.latency.labels(self._route).observe(total_s)
+        if usage is not None:
+            prompt_tokens, completion_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+            metrics.prompt_tokens.inc(prompt_tokens or 0)
+            metrics.completion_tokens.inc(completion_tokens or 0)
+        log.info(
+            "request",
+            request_id=self._rid,
+            label=None if self.label is None else self.label[:256],
+            route=self._route,
+            status=status,
+            outcome=outcome,
+            first_frame_s=None if self._first_s is None else round(self._first_s, 4),
+            total_s=round(total_s, 4),
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+        )
+
+
+async def _read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+    declared = request.headers.get("content-length")
+    if declared is not None and declared.isdigit() and int(declared) > limit:
+        raise too_large(limit)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large(limit)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the request body did not arrive in {timeout_s:g} s",
+            kind="invalid_request_error",
+            code="body_timeout",
+        ) from None
+    return bytes(body)
+
+
+def _parse_json(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        raise bad_request(f"body: not strict JSON in UTF-8: {exc}", code="invalid_json") from None

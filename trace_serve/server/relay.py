@@ -1,0 +1,218 @@
+"""Relays the engine's answer to the client: bytes untouched, failures never disguised as success."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from trace_serve.server.engine_client import EngineClient
+from trace_serve.server.errors import ApiError, bad_request, engine_failed, engine_silent, unavailable
+from trace_serve.server.flight import ClientGoneError, Flight
+from trace_serve.server.sse import FrameBuffer, FrameError, Inspected, failure_of, inspect_frames, parse_finite
+
+ERROR_EVENT_S = 2.0
+"""How long a client has to take the error event of a stream that was cut."""
+
+Finished = Callable[[str, dict[str, Any] | None], None]
+"""Called once when an answer has ended: the outcome (`ok`, `client_gone` or an error code) and the usage, if known."""
+
+
+async def fetch_answer(flight: Flight, client: EngineClient, path: str, payload: dict[str, Any]) -> tuple[bytes, Any]:
+    """A whole answer: its bytes as the engine sent them (strict JSON guaranteed) and the parsed object.
+
+    Raises:
+        ApiError: the engine refused, failed, aborted the request or sent nonsense.
+    """
+    upstream = await _open(flight, client, path, payload)
+    try:
+        body = await upstream.read()
+        answer, changed = parse_finite(body)
+    except TimeoutError as exc:
+        raise engine_silent(client.idle_s) from exc
+    except aiohttp.ClientError as exc:
+        raise engine_failed("the engine broke off its answer", code="answer_cut") from exc
+    except FrameError as exc:
+        raise engine_failed(f"the engine sent an answer that is {exc}") from exc
+    flight.complete = True
+    failure = failure_of(answer)
+    if failure is not None:
+        raise engine_failed(failure, code="generation_failed")
+    return (orjson.dumps(answer) if changed else body), answer
+
+
+@dataclass(frozen=True)
+class StreamOpening:
+    """A stream whose first frames have arrived and are no error, so that a 200 may be sent."""
+
+    upstream: aiohttp.ClientResponse
+    buffer: FrameBuffer
+    first: Inspected
+    idle_s: float
+
+
+async def open_stream(flight: Flight, client: EngineClient, path: str, payload: dict[str, Any]) -> StreamOpening:
+    """Sends the request and waits for the first whole frame.
+
+    Raises:
+        ApiError: the engine refused or failed before its first token; no header has been sent to the client yet.
+    """
+    upstream = await _open(flight, client, path, payload)
+    buffer = FrameBuffer()
+    frames = b""
+    while not frames:
+        frames = buffer.feed(await _read(upstream, client.idle_s))
+    try:
+        first = inspect_frames(frames, parse_all=True)
+    except FrameError as exc:
+        raise engine_failed(f"the engine sent a first frame that is {exc}") from exc
+    if first.failure is not None and not first.relay:
+        raise engine_failed(first.failure, code="generation_failed")
+    return StreamOpening(upstream, buffer, first, client.idle_s)
+
+
+class StreamResponse(Response):
+    """Writes an opened stream to the client and owns the flight until the end.
+
+    An ASGI response of its own rather than a body iterator, because an iterator may be dropped without being closed.
+
+    Args:
+        flight: closed here, whatever happens.
+        opening: the stream.
+        headers: sent with the 200.
+        stall_s: a client that takes no byte for this long counts as gone.
+        finished: told the outcome.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, flight: Flight, opening: StreamOpening, headers: dict[str, str], *, stall_s: float, finished: Finished
+    ) -> None:
+        super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._flight = flight
+        self._opening = opening
+        self._stall_s = stall_s
+        self._finished = finished
+        self._usage: dict[str, Any] | None = None
+        self._header_sent = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outcome = "client_gone"
+        try:
+            outcome = await self._answer(send)
+        except ClientGoneError:
+            pass
+        finally:
+            self._flight.close()
+            self._finished(outcome, self._usage)
+
+    async def _answer(self, send: Send) -> str:
+        try:
+            await self._flight.run(self._pump(send))
+        except ApiError as error:
+            self._stall_s = min(self._stall_s, ERROR_EVENT_S)
+            await self._write(send, error.event())
+            await self._end(send)
+            return error.code or "error"
+        return "ok"
+
+    async def _pump(self, send: Send) -> None:
+        seen = self._opening.first
+        while True:
+            if seen.usage is not None:
+                self._usage = seen.usage
+            if seen.relay:
+                await self._write(send, seen.relay)
+            if seen.failure is not None:
+                raise engine_failed(seen.failure, code="generation_failed")
+            if seen.done:
+                self._flight.complete = True
+                await self._end(send)
+                return
+            frames = b""
+            while not frames:
+                frames = self._feed(await _read(self._opening.upstream, self._opening.idle_s))
+            seen = self._inspect(frames)
+
+    def _feed(self, chunk: bytes) -> bytes:
+        try:
+            return self._opening.buffer.feed(chunk)
+        except FrameError as exc:
+            raise engine_failed(f"the engine sent {exc}") from exc
+
+    def _inspect(self, frames: bytes) -> Inspected:
+        try:
+            return inspect_frames(frames)
+        except FrameError as exc:
+            raise engine_failed(f"the engine sent a frame that is {exc}") from exc
+
+    async def _write(self, send: Send, body: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                if not self._header_sent:
+                    self._header_sent = True
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except (TimeoutError, OSError) as exc:
+            raise ClientGoneError from exc
+
+    async def _end(self, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (TimeoutError, OSError) as exc:
+            raise ClientGoneError from exc
+
+
+async def _open(flight: Flight, client: EngineClient, path: str, payload: dict[str, Any]) -> aiohttp.ClientResponse:
+    flight.sent = True
+    try:
+        upstream = await client.post(flight.engine, path, payload)
+    except TimeoutError as exc:
+        raise engine_silent(client.idle_s) from exc
+    except aiohttp.ClientError as exc:
+        raise engine_failed("the engine cannot be reached", code="engine_unreachable") from exc
+    flight.upstream = upstream
+    if upstream.status != 200:
+        raise await _refusal(flight, upstream)
+    return upstream
+
+
+async def _read(upstream: aiohttp.ClientResponse, idle_s: float) -> bytes:
+    try:
+        chunk = await upstream.content.readany()
+    except TimeoutError as exc:
+        raise engine_silent(idle_s) from exc
+    except aiohttp.ClientError as exc:
+        raise engine_failed("the engine broke off its answer", code="answer_cut") from exc
+    if not chunk:
+        raise engine_failed("the engine ended its answer without [DONE]", code="answer_cut")
+    return chunk
+
+
+async def _refusal(flight: Flight, upstream: aiohttp.ClientResponse) -> ApiError:
+    """What the engine's status other than 200 means for the client."""
+    try:
+        text = (await upstream.content.read(65536)).decode("utf-8", "replace")
+    except (aiohttp.ClientError, TimeoutError):
+        text = ""
+    flight.complete = True  # an answered refusal leaves nothing to abort
+    message = text
+    with contextlib.suppress(orjson.JSONDecodeError):
+        message = failure_of(orjson.loads(text)) or text
+    message = " ".join(message.split())[:500] or f"status {upstream.status}"
+    if upstream.status in (400, 422):
+        param = "max_tokens" if "Requested token count" in message else None
+        return bad_request(message, param=param)
+    if upstream.status in (429, 503):
+        return unavailable(f"the engine is busy: {message}", code="engine_busy", retry_after_s=1.0)
+    return engine_failed(f"the engine answered {upstream.status}: {message}")

@@ -1,0 +1,180 @@
+"""Runs a front-end until a signal or a lost engine ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import structlog
+import uvicorn
+
+from trace_serve.errors import EXIT_PASS, ConfigError, TraceServeError
+from trace_serve.server.app import create_app
+from trace_serve.server.authorization import Authorization, authorize_policy
+from trace_serve.server.front_end import FrontEnd
+from trace_serve.server.supervisor import EngineLike
+from trace_serve.settings import Settings
+
+log = structlog.get_logger("trace_serve.server")
+SHUTDOWN_MARGIN_S = 5.0
+PARENT_POLL_S = 1.0
+
+EngineFactory = Callable[[], EngineLike]
+
+
+def serve_policy(path: Path, settings: Settings) -> int:
+    """Authorises a policy and serves it with SGLang's engine; returns the exit code.
+
+    Raises:
+        TraceServeError: the policy may not be served; nothing has been started.
+    """
+    configure_logging(settings.log_level)
+    with tempfile.TemporaryDirectory(prefix="trace-serve-hints-") as scratch:
+        if settings.hint_dir is None and settings.mode == "rollout":
+            settings = settings.model_copy(update={"hint_dir": Path(scratch)})
+        authorization = authorize_policy(
+            path,
+            mode=settings.mode,
+            verdict=settings.verdict,
+            public_key=settings.public_key,
+            hints=settings.hint_dir is not None,
+        )
+        log.info(
+            "authorized", policy=authorization.label, digest=authorization.digest, verdict=authorization.verdict_id
+        )
+        return run_server(settings, authorization, engine_factory(path, settings, authorization))
+
+
+def engine_factory(path: Path, settings: Settings, authorization: Authorization) -> EngineFactory:
+    """Makes engines for a policy; each one digests the files again, so that an edit after the check is noticed."""
+    from trace_serve.engine.launch import EngineConfig, EngineProcess
+
+    config = EngineConfig(
+        model=path, recipe=authorization.recipe, hint_dir=settings.hint_dir, log_path=settings.engine_log
+    )
+    return lambda: EngineProcess(config)
+
+
+def run_server(settings: Settings, authorization: Authorization, factory: EngineFactory) -> int:
+    """Serves until SIGTERM, SIGINT or a lost engine, with the engine stopped afterwards.
+
+    Returns:
+        0 after a signal, else the exit code of the error that ended the engine for good.
+
+    Raises:
+        ConfigError: the address is not free; no engine has been started.
+    """
+    server: _Server | None = None
+
+    def on_exit() -> None:
+        if server is not None:
+            server.should_exit = True
+
+    app = create_app(settings, authorization, factory, on_exit=on_exit)
+    front: FrontEnd = app.state.front
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        access_log=False,
+        log_config=None,
+        lifespan="on",
+        server_header=False,
+        timeout_graceful_shutdown=int(settings.drain_s + SHUTDOWN_MARGIN_S),
+    )
+    listener = _listen(settings.host, settings.port)
+    log.info("listening", host=settings.host, port=listener.getsockname()[1])
+    server = _Server(config, front)
+    server.run(sockets=[listener])
+    if front.failure is not None:
+        log.error("gave_up", reason=str(front.failure))
+        return front.failure.exit_code
+    return EXIT_PASS
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as exc:
+        raise ConfigError(
+            f"--host, --port: cannot listen on {host}:{port} ({exc.strerror}); choose another or stop what uses it",
+            field="port",
+        ) from exc
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but a signal drains with error events for what is cut, and the process ends with 0."""
+
+    def __init__(self, config: uvicorn.Config, front: FrontEnd) -> None:
+        super().__init__(config)
+        self._front = front
+        self._parent = os.getppid()
+        self._signals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._end, self._signals > 1)
+
+    async def on_tick(self, counter: int) -> bool:
+        every = round(PARENT_POLL_S / 0.1)
+        if self._front.settings.exit_with_parent and counter % every == 0 and os.getppid() != self._parent:
+            log.info("parent_gone")
+            self._end(True)
+        return await super().on_tick(counter)
+
+    def _end(self, now: bool) -> None:
+        self._front.begin_drain(now=now)
+        self.should_exit = True
+
+
+def configure_logging(level: str) -> None:
+    """JSON lines on standard error, for our own events and for what libraries log."""
+    number = getattr(logging, level.upper())
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.dict_tracebacks,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.JSONRenderer(),
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(number)
+    logging.getLogger("uvicorn").setLevel(max(number, logging.WARNING))
+
+
+def fail(error: TraceServeError) -> int:
+    """Prints one line for a person and returns the exit code."""
+    print(f"trace-serve: {error}", file=sys.stderr)
+    return error.exit_code

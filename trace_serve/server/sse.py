@@ -1,0 +1,144 @@
+"""Server-sent events as bytes: cuts a stream at frame borders and looks into the few frames that matter.
+
+A frame is passed on byte for byte unless it may not be: an error, an answer that was aborted, or JSON with NaN.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+MAX_FRAME_BYTES = 64 << 20
+DONE = b"[DONE]"
+_SUSPECT = (b"error", b"abort", b"NaN", b"Infinity", DONE, b'"usage"')
+
+
+class FrameError(Exception):
+    """The upstream stream is not server-sent events with JSON data."""
+
+
+class FrameBuffer:
+    """Collects bytes, however they were split into reads, and gives back whole frames."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Returns every byte up to the last complete frame border, and keeps the rest.
+
+        Raises:
+            FrameError: one frame is larger than MAX_FRAME_BYTES.
+        """
+        searched = max(0, len(self._pending) - 3)
+        self._pending += chunk
+        end = max(_border(self._pending, b"\n\n", searched), _border(self._pending, b"\r\n\r\n", searched))
+        if end == 0:
+            if len(self._pending) > MAX_FRAME_BYTES:
+                raise FrameError(f"a frame of more than {MAX_FRAME_BYTES} bytes")
+            return b""
+        frames = bytes(self._pending[:end])
+        del self._pending[:end]
+        return frames
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """Attributes:
+    relay: bytes to pass on, in order.
+    usage: token counts, if a frame carried them.
+    done: the stream ended as it should.
+    failure: the engine said that the answer failed; nothing after it counts.
+    """
+
+    relay: bytes
+    usage: dict[str, Any] | None = None
+    done: bool = False
+    failure: str | None = None
+
+
+def inspect_frames(frames: bytes, *, parse_all: bool = False) -> Inspected:
+    """Looks into a run of whole frames. Parses JSON only where a byte scan finds something that may matter.
+
+    Args:
+        frames: whole frames, borders included.
+        parse_all: parse every frame, as for the first one of a stream.
+
+    Raises:
+        FrameError: a frame that was looked into is not JSON.
+    """
+    if not parse_all and not any(mark in frames for mark in _SUSPECT):
+        return Inspected(frames)
+    relay = bytearray()
+    usage: dict[str, Any] | None = None
+    for frame in _split(frames):
+        data = frame_data(frame)
+        if data is None or not (parse_all or any(mark in data for mark in _SUSPECT)):
+            relay += frame
+            continue
+        if data == DONE:
+            relay += frame
+            return Inspected(bytes(relay), usage=usage, done=True)
+        answer, changed = parse_finite(data)
+        failure = failure_of(answer)
+        if failure is not None:
+            return Inspected(bytes(relay), usage=usage, failure=failure)
+        if isinstance(answer, dict) and isinstance(answer.get("usage"), dict):
+            usage = answer["usage"]
+        relay += b"data: " + orjson.dumps(answer) + b"\n\n" if changed else frame
+    return Inspected(bytes(relay), usage=usage)
+
+
+def frame_data(frame: bytes) -> bytes | None:
+    """The data of one frame, or None for a comment or an empty frame."""
+    lines = [line[5:].removeprefix(b" ") for line in frame.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
+
+def parse_finite(data: bytes) -> tuple[Any, bool]:
+    """Parses JSON and puts null where a number is not finite; the flag says whether that happened.
+
+    Raises:
+        FrameError: not JSON.
+    """
+    try:
+        return orjson.loads(data), False
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return json.loads(data, parse_constant=lambda _: None), True
+    except ValueError as exc:
+        raise FrameError(f"not JSON: {exc}") from exc
+
+
+def failure_of(answer: Any) -> str | None:
+    """Why an answer of the engine, whole or one chunk, is not a success; None when nothing is wrong with it."""
+    if not isinstance(answer, dict):
+        return f"expected a JSON object, got {type(answer).__name__}"
+    error = answer.get("error")
+    if error:
+        return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    if answer.get("object") == "error":
+        return str(answer.get("message", "unknown error"))
+    for choice in answer.get("choices") or ():
+        if isinstance(choice, dict) and choice.get("finish_reason") == "abort":
+            return "the engine aborted the request"
+    return None
+
+
+def _border(data: bytearray, mark: bytes, start: int) -> int:
+    at = data.rfind(mark, start)
+    return 0 if at < 0 else at + len(mark)
+
+
+def _split(frames: bytes) -> list[bytes]:
+    out: list[bytes] = []
+    start = 0
+    while start < len(frames):
+        ends = [at + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (at := frames.find(mark, start)) >= 0]
+        end = min(ends, default=len(frames))
+        out.append(frames[start:end])
+        start = end
+    return out

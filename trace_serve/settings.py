@@ -1,0 +1,80 @@
+"""Every environment variable and every default of the server, in one place.
+
+A value comes from, in this order: the command line, an environment variable `TRACE_SERVE_<NAME>`, the default here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from trace_serve.errors import ConfigError
+
+Mode = Literal["rollout", "production"]
+
+
+class Settings(BaseSettings):
+    """Configuration of one front-end and the one engine it supervises. Durations are seconds, sizes are bytes."""
+
+    model_config = SettingsConfigDict(env_prefix="TRACE_SERVE_", extra="ignore", frozen=True)
+
+    mode: Mode = Field("production", description="production needs a passing signed verdict, rollout does not")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    api_key: SecretStr | None = Field(None, min_length=8, description="bearer key that clients must send")
+    verdict: Path | None = Field(
+        None, description="signed verdict; default: <policy>.verdict.dsse.json beside the policy"
+    )
+    public_key: Path | None = Field(None, description="pinned public key (PEM) that the verdict must verify against")
+    hint_dir: Path | None = Field(
+        None, description="where the engine writes hint files; rollout mode makes a temporary one, production has none"
+    )
+    engine_log: Path | None = Field(None, description="file for the engine's output")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="larger request bodies are refused with 413")
+    body_timeout_s: float = Field(30.0, gt=0, le=3600, description="time a client has to send its request body")
+    client_stall_s: float = Field(60.0, gt=0, le=3600, description="a client that reads nothing this long is dropped")
+    upstream_idle_s: float = Field(600.0, gt=0, le=86400, description="longest silence of the engine within a request")
+
+    max_in_flight: int = Field(64, ge=1, le=65536, description="requests inside the engine at once")
+    max_queue: int = Field(256, ge=0, le=1 << 20, description="requests waiting for a place in the engine")
+    max_per_key: int | None = Field(None, ge=1, le=65536, description="waiting and running requests of one API key")
+    queue_timeout_s: float = Field(60.0, gt=0, le=3600, description="longest wait in the queue before a 503")
+
+    heartbeat_interval_s: float = Field(1.0, gt=0, le=10)
+    heartbeat_timeout_s: float = Field(2.0, gt=0, le=10)
+    heartbeat_misses: int = Field(
+        3, ge=1, le=100, description="unanswered heartbeats in a row before the engine is killed; one stops readiness"
+    )
+    engine_start_timeout_s: float = Field(900.0, gt=0, le=86400)
+    engine_stop_timeout_s: float = Field(10.0, gt=0, le=600)
+    restart_backoff_s: float = Field(1.0, gt=0, le=60, description="wait before the first restart; doubles each time")
+    restart_backoff_max_s: float = Field(30.0, gt=0, le=3600)
+    max_restarts: int = Field(5, ge=0, le=1000, description="failed starts in a row before the server gives up")
+    restart_reset_s: float = Field(300.0, gt=0, le=86400, description="an engine up this long clears the restart count")
+
+    drain_s: float = Field(25.0, ge=0, le=3600, description="after SIGTERM, how long running requests may finish")
+    exit_with_parent: bool = Field(False, description="stop when the process that started the server is gone")
+
+    @classmethod
+    def load(cls, **overrides: Any) -> Settings:
+        """Settings from the environment, with `overrides` that are not None on top.
+
+        Raises:
+            ConfigError: a value is out of its range; `field` is the setting's name.
+        """
+        given = {name: value for name, value in overrides.items() if value is not None}
+        try:
+            return cls(**given)
+        except ValidationError as exc:
+            first = exc.errors(include_url=False, include_context=False)[0]
+            name = str(first["loc"][0]) if first["loc"] else "settings"
+            shown = "a value" if name == "api_key" else repr(first.get("input"))
+            source = f"--{name.replace('_', '-')}" if name in given else f"TRACE_SERVE_{name.upper()}"
+            raise ConfigError(
+                f"{source}: got {shown}, {first['msg'][0].lower()}{first['msg'][1:]}", field=name
+            ) from exc
