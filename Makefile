@@ -1,0 +1,71 @@
+# Everything runs in $(VENV). The set-up repeats only when pyproject.toml or a patch has changed, and may be killed at any time.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXTRAS ?= engine,load,dev
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$python && break; done)
+
+# What `make bench` loads: a server that is running already.
+HOST ?= http://127.0.0.1:8080
+USERS ?= 8
+RUN_TIME ?= 60s
+
+INSTALLED := $(VENV)/.installed
+PATCHED := $(VENV)/.patched
+
+# SGLang brings 11 GB; single files of 500 MB outlast uv's default of 30 s on a slow line.
+export UV_HTTP_TIMEOUT ?= 300
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test lint format bench doctor clean
+
+help:
+	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
+	@echo 'make test        the same set-up, then every test (PYTEST_ARGS=... for a part of them)'
+	@echo 'make lint        formatting, ruff and mypy; make format mends the first'
+	@echo 'make bench       load the server at HOST=$(HOST) with locust'
+	@echo 'make doctor      check the installation'
+	@echo 'make install     only the set-up'
+	@echo 'make clean       remove $(VENV) and caches; runs/ stays'
+
+install: $(PATCHED)
+
+quickstart: $(PATCHED)
+	$(BIN)/trace-serve quickstart $(QUICKSTART_ARGS)
+
+test: $(PATCHED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	$(BIN)/locust -f deploy/locust/locustfile.py --headless --host $(HOST) --users $(USERS) --run-time $(RUN_TIME)
+
+doctor: $(INSTALLED)
+	$(BIN)/trace-serve doctor
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An install that was killed can leave packages that look complete, so such an environment is made anew; the
+# downloads are in uv's cache by then.
+$(INSTALLED): pyproject.toml
+	@test -n '$(PYTHON)' || { echo 'error: found no Python 3.11 or 3.12; install one, or run make PYTHON=/path/to/python' >&2; exit 3; }
+	$(PYTHON) -m venv $$(test ! -e $(VENV)/.installing || echo --clear) $(VENV)
+	@rm -f $@ && touch $(VENV)/.installing
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --python $(BIN)/python --editable '.[$(EXTRAS)]'
+	@rm $(VENV)/.installing && touch $@
+
+$(PATCHED): $(INSTALLED) $(wildcard patches/*)
+	$(BIN)/trace-serve patch apply
+	@touch $@
