@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -97,7 +96,7 @@ def _copy(root: Path, files: list[Path], target: Path, manifest: Manifest) -> No
         text = json.dumps(manifest.model_dump(), indent=2, sort_keys=True) + "\n"
         (temporary / MANIFEST_FILE).write_text(text, encoding="utf-8")
         temporary.chmod(0o755)
-        os.replace(temporary, target)
+        temporary.replace(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

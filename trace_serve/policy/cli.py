@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from trace_serve.policy.build import build_policy
 from trace_serve.policy.manifest import Policy, load_policy
@@ -41,10 +40,10 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(summary(policy), indent=2, sort_keys=True))
         return
-    table = Table(show_header=False, box=None)
+    # Plain lines: a table would fold digests at the terminal's width, and they are there to be copied.
     for key, value in summary(policy).items():
-        table.add_row(key, value if isinstance(value, str) else json.dumps(value))
-    Console().print(table, soft_wrap=True)
+        text = value if isinstance(value, str) else json.dumps(value)
+        Console().print(f"{key:<26} {text}", soft_wrap=True)
 
 
 def summary(policy: Policy) -> dict[str, object]:

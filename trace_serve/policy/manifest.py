@@ -107,7 +107,8 @@ def load_policy(path: Path | str) -> Policy:
 
     Raises:
         PolicyError: no or bad policy.json; a recipe that does not hash to recipe_id or does not fit the model; a
-            tokenizer or chat template that differs from its recorded digest; missing, inconsistent or truncated weights.
+            tokenizer or chat template that differs from its recorded digest; weights that are missing, truncated or
+            inconsistent.
         RecipeError: an unknown choice in the recipe.
     """
     root = Path(path)

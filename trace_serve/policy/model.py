@@ -71,7 +71,7 @@ class ModelShape:
 
 def _dimension(config: Mapping[str, Any], *names: str) -> int:
     for name in names:
-        value = config.get(name)
+        value: object = config.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:

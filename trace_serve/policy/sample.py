@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -84,7 +83,7 @@ def build_sample_model(
     try:
         _write(temporary, source, info, say)
         temporary.chmod(0o755)
-        os.replace(temporary, target)
+        temporary.replace(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
