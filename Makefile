@@ -1,4 +1,4 @@
-# Everything runs in $(VENV). The set-up repeats only when pyproject.toml or a patch has changed, and may be killed at any time.
+# Everything runs in $(VENV). It is installed again only when pyproject.toml has changed; the set-up may be killed at any time.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,6 @@ USERS ?= 8
 RUN_TIME ?= 60s
 
 INSTALLED := $(VENV)/.installed
-PATCHED := $(VENV)/.patched
 
 # SGLang brings 11 GB; single files of 500 MB outlast uv's default of 30 s on a slow line.
 export UV_HTTP_TIMEOUT ?= 300
@@ -29,12 +28,14 @@ help:
 	@echo 'make install     only the set-up'
 	@echo 'make clean       remove $(VENV) and caches; runs/ stays'
 
-install: $(PATCHED)
+# Not behind a stamp: applying takes half a second when there is nothing to do, and someone may have reverted.
+install: $(INSTALLED)
+	$(BIN)/trace-serve patch apply
 
-quickstart: $(PATCHED)
+quickstart: install
 	$(BIN)/trace-serve quickstart $(QUICKSTART_ARGS)
 
-test: $(PATCHED)
+test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
@@ -65,7 +66,3 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --python $(BIN)/python --editable '.[$(EXTRAS)]'
 	@rm $(VENV)/.installing && touch $@
-
-$(PATCHED): $(INSTALLED) $(wildcard patches/*)
-	$(BIN)/trace-serve patch apply
-	@touch $@
