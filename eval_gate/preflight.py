@@ -1,0 +1,141 @@
+"""What must hold before two pass rates may be compared: the arms are what they claim, and see the same input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict
+
+from eval_gate.arms.evidence import ArmEvidence, EngineReport, LayerReport
+from eval_gate.arms.records import Role, SampleRecord
+from trace_serve.recipe import Recipe
+
+
+class Concern(StrEnum):
+    """Kind of a finding; every kind keeps a verdict from being PASS or BLOCK."""
+
+    UNPROVEN = "unproven"
+    CONFOUNDED = "confounded"
+
+
+class Finding(BaseModel):
+    """One thing that is not as it must be, with what was got and what was expected."""
+
+    model_config = ConfigDict(frozen=True)
+
+    concern: Concern
+    message: str
+
+
+def check_arm(role: Role, evidence: ArmEvidence) -> list[Finding]:
+    """Does the arm prove that it is what its role says: the serving arm FP4 under its recipe, the training arm BF16?"""
+    report = evidence.report
+    if report is None:
+        return [_unproven(f"the {role} arm has no /trace/report, so what it computes in is unknown")]
+    faults = []
+    if evidence.artifact_digest and report.policy_digest and report.policy_digest != evidence.artifact_digest:
+        faults.append(
+            f"the {role} arm loaded {_short(report.policy_digest)}, expected {_short(evidence.artifact_digest)}"
+        )
+    faults += _training_faults(report) if role is Role.TRAINING else _serving_faults(report, evidence)
+    return [_unproven(fault) for fault in faults]
+
+
+def _training_faults(report: EngineReport) -> list[str]:
+    faults = []
+    if report.mode != "bf16":
+        faults.append(f"the training arm runs in mode {report.mode!r}, expected 'bf16'")
+    for name, layers in (("experts", report.experts), ("kv", report.kv)):
+        if layers.format != "bf16" or layers.layers_quantized:
+            faults.append(
+                f"the training arm's {name}: {layers.format} in {layers.layers_quantized} layers, expected bf16 in all"
+            )
+    return faults
+
+
+def _serving_faults(report: EngineReport, evidence: ArmEvidence) -> list[str]:
+    if report.mode != "fp4":
+        return [f"the serving arm runs in mode {report.mode!r}, expected 'fp4'"]
+    faults = []
+    if report.recipe_id is None or report.recipe is None:
+        return ["the serving arm does not say which recipe it runs under"]
+    recipe = Recipe.from_dict(report.recipe)
+    if recipe.recipe_id != report.recipe_id:
+        faults.append(
+            f"the serving arm's recipe hashes to {_short(recipe.recipe_id)}, but it states {_short(report.recipe_id)}"
+        )
+    if evidence.recipe_id is not None and report.recipe_id != evidence.recipe_id:
+        faults.append(
+            f"the serving arm runs recipe {_short(report.recipe_id)}, the policy's is {_short(evidence.recipe_id)}"
+        )
+    experts = sum(recipe.quantizes_experts(layer) for layer in range(report.experts.layers_total))
+    kv = sum(recipe.quantizes_kv(layer) for layer in range(report.kv.layers_total))
+    faults += _layer_faults("experts", report.experts, experts)
+    faults += _layer_faults("KV cache", report.kv, kv)
+    if experts + kv == 0:
+        faults.append("the serving arm's recipe quantizes nothing, so there is no FP4 to judge")
+    return faults
+
+
+def _layer_faults(name: str, layers: LayerReport, expected: int) -> list[str]:
+    if layers.layers_quantized != expected:
+        return [
+            f"the serving arm's {name}: {layers.layers_quantized} of {layers.layers_total} layers quantized, "
+            f"expected {expected} by its recipe"
+        ]
+    if expected and "fp4" not in layers.format:
+        return [f"the serving arm's {name}: format {layers.format!r}, expected nvfp4"]
+    return []
+
+
+def compare_arms(training: ArmEvidence, serving: ArmEvidence) -> list[Finding]:
+    """Do both arms come from one base and see the same rendered prompts?"""
+    findings = []
+    if training.base_digest and serving.base_digest and training.base_digest != serving.base_digest:
+        findings.append(
+            _confounded(
+                f"the serving policy was built from {_short(serving.base_digest)}, "
+                f"the training arm is {_short(training.base_digest)}"
+            )
+        )
+    one, two = training.report, serving.report
+    if one is None or two is None:
+        return findings
+    for name in ("tokenizer_digest", "chat_template_digest", "context_length", "vocab_size"):
+        left, right = getattr(one, name), getattr(two, name)
+        if left != right:
+            findings.append(_confounded(f"{name}: training arm {_short(left)}, serving arm {_short(right)}"))
+    return findings
+
+
+def compare_prompts(training: Mapping[str, SampleRecord], serving: Mapping[str, SampleRecord]) -> list[Finding]:
+    """Did both arms count the same prompt tokens for each query? Samples without counts are skipped."""
+    different = []
+    for query_id, one in training.items():
+        two = serving.get(query_id)
+        if two is None or one.prompt_tokens is None or two.prompt_tokens is None:
+            continue
+        if one.prompt_tokens != two.prompt_tokens:
+            different.append(f"{query_id}: {one.prompt_tokens} against {two.prompt_tokens}")
+    if not different:
+        return []
+    return [
+        _confounded(
+            f"rendered prompts differ in {len(different)} queries (prompt tokens of training against serving; "
+            f"{different[0]}): chat template, BOS or tokenizer is not the same"
+        )
+    ]
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text[:19] if text.startswith("sha256:") else text
+
+
+def _unproven(message: str) -> Finding:
+    return Finding(concern=Concern.UNPROVEN, message=message)
+
+
+def _confounded(message: str) -> Finding:
+    return Finding(concern=Concern.CONFOUNDED, message=message)

@@ -1,0 +1,37 @@
+"""Numbers as every report prints them."""
+
+from __future__ import annotations
+
+NOT_SCORED = "not scored"
+
+
+def percent(share: float | None) -> str:
+    """A share as a percentage with one digit."""
+    return NOT_SCORED if share is None else f"{100 * share:.1f}%"
+
+
+def points(gap: float | None) -> str:
+    """A signed difference of shares in percentage points; positive is a loss."""
+    return NOT_SCORED if gap is None else f"{100 * gap:+.1f}"
+
+
+def interval(lower: float | None, upper: float | None) -> str:
+    """Both bounds in percentage points."""
+    return NOT_SCORED if lower is None or upper is None else f"[{points(lower)}, {points(upper)}]"
+
+
+def p_value(p: float | None) -> str:
+    """Three significant digits, without pretending to more."""
+    if p is None:
+        return NOT_SCORED
+    return "< 0.0001" if p < 1e-4 else f"{p:.3g}"
+
+
+def pass_rate(low: float | None, high: float | None) -> str:
+    """One rate when every sample has a grade, else the range it can lie in."""
+    return percent(low) if low == high else f"{percent(low)} to {percent(high)}"
+
+
+def digest(value: str | None) -> str:
+    """A digest short enough for a table."""
+    return "unknown" if value is None else value[:19] + "…"

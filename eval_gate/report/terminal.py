@@ -1,0 +1,105 @@
+"""A verdict on a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from eval_gate.report import format as fmt
+from eval_gate.stats.rule import Outcome
+from eval_gate.verdict import FlippedQuery, Verdict
+
+COLOURS = {Outcome.PASS: "green", Outcome.BLOCK: "red", Outcome.INCONCLUSIVE: "yellow"}
+
+
+def print_verdict(verdict: Verdict, console: Console, *, flipped: int = 5) -> None:
+    """Prints outcome, numbers per kind and the first `flipped` flipped queries."""
+    console.print(_headline(verdict))
+    console.print(_numbers(verdict))
+    console.print(_kinds(verdict))
+    if verdict.flipped and flipped:
+        console.print(_flips(verdict, flipped))
+
+
+def _headline(verdict: Verdict) -> Panel:
+    colour = COLOURS[verdict.outcome]
+    lines = [Text(verdict.reasons[0], style="bold")]
+    lines += [Text(reason) for reason in verdict.reasons[1:]]
+    lines += [Text(label, style="yellow") for label in verdict.labels]
+    name = verdict.policy_name or verdict.serving_evidence.source
+    version = f" {verdict.policy_version}" if verdict.policy_version else ""
+    title = f"[bold {colour}]{verdict.outcome}[/]  {escape(name + version)}"
+    return Panel(Group(*lines), title=title, title_align="left", border_style=colour)
+
+
+def _numbers(verdict: Verdict) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=True, header_style="dim")
+    for column in ("arm", "pass rate", "errors", "truncated", "degenerate", "tokens/answer"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for name, arm in (("training", verdict.training), ("serving", verdict.serving)):
+        table.add_row(
+            name,
+            fmt.pass_rate(arm.pass_rate_low, arm.pass_rate_high),
+            str(sum(arm.unscored.values())),
+            str(arm.truncated),
+            str(arm.degenerate),
+            fmt.NOT_SCORED if arm.mean_completion_tokens is None else f"{arm.mean_completion_tokens:.1f}",
+        )
+    return table
+
+
+def _kinds(verdict: Verdict) -> Table:
+    table = Table(
+        caption=f"gap in points, positive = lost; {verdict.method}; margin {100 * verdict.policy.margin:g}",
+        caption_justify="left",
+    )
+    for column in ("kind", "queries", "training", "serving", "gap", "interval", "lost", "gained"):
+        table.add_column(column, justify="left" if column == "kind" else "right")
+    rows = [*verdict.kinds.items(), ("all", verdict.overall)]
+    for name, found in rows:
+        table.add_row(
+            escape(name),
+            str(found.n),
+            fmt.percent(found.training_pass_rate),
+            fmt.percent(found.serving_pass_rate),
+            fmt.points(found.gap),
+            fmt.interval(found.lower, found.upper),
+            str(found.only_training),
+            str(found.only_serving),
+            style="bold" if name == "all" else None,
+        )
+    return table
+
+
+def _flips(verdict: Verdict, limit: int) -> Table:
+    rest = len(verdict.flipped) - limit
+    table = Table(
+        title="flipped queries",
+        title_justify="left",
+        caption=f"and {rest} more in the report" if rest > 0 else None,
+        caption_justify="left",
+        show_lines=True,
+    )
+    for column in ("query", "expected", "training answer", "serving answer"):
+        table.add_column(column, overflow="fold")
+    for flip in verdict.flipped[:limit]:
+        table.add_row(
+            Text(f"{flip.id} ({flip.direction})"),
+            Text(_one_line(flip.expected)),
+            _answer(flip, flip.training_answer),
+            _answer(flip, flip.serving_answer),
+        )
+    return table
+
+
+def _answer(flip: FlippedQuery, answer: str) -> Text:
+    head, tail = answer[: flip.first_difference], answer[flip.first_difference :]
+    return Text.assemble(_one_line(head), (_one_line(tail), "bold reverse"))
+
+
+def _one_line(text: str) -> str:
+    shown = "".join(char if char.isprintable() else "␤" if char == "\n" else "�" for char in text)
+    return shown if len(shown) <= 160 else shown[:160] + "…"
