@@ -8,9 +8,10 @@ from typing import Any
 
 from prometheus_client import Gauge
 
+from eval_gate import signing
 from trace_serve.errors import ConfigError, EngineError, VerdictRefused
 from trace_serve.policy.digest import digest_directory
-from trace_serve.policy.manifest import load_policy
+from trace_serve.policy.manifest import Policy, load_policy
 from trace_serve.recipe import Recipe
 from trace_serve.settings import Mode
 
@@ -84,7 +85,7 @@ def authorize_policy(
     digest = digest_directory(path)
     verdict_id = None
     if mode == "production":
-        verdict_id = _verify(path, digest, policy.recipe, verdict, public_key)
+        verdict_id = _verify(policy, digest, verdict, public_key)
     return Authorization(
         path=path,
         name=policy.name,
@@ -102,21 +103,25 @@ def default_verdict_path(path: Path) -> Path:
     return absolute.with_name(absolute.name + ".verdict.dsse.json")
 
 
-def _verify(path: Path, digest: str, recipe: Recipe, verdict: Path | None, public_key: Path | None) -> str:
+def _verify(policy: Policy, digest: str, verdict: Path | None, public_key: Path | None) -> str:
     if public_key is None:
         raise ConfigError(
             "--public-key: missing, expected the pinned key that verdicts are signed with; "
             "or serve with --mode rollout, which needs no verdict",
             field="public_key",
         )
-    envelope = verdict or default_verdict_path(path)
+    envelope = verdict or default_verdict_path(policy.path)
     if not envelope.is_file():
         raise VerdictRefused(
             f"{envelope}: no signed verdict there; run `eval-gate run` with a signing key, or name one with --verdict",
             field="verdict",
         )
-    from eval_gate import signing
-
     checked = signing.verify_verdict(envelope, public_key)
-    signing.authorize(checked, serving_digest=digest, recipe_id=recipe.recipe_id)
-    return checked.verdict_id
+    signing.authorize(
+        checked,
+        policy_digest=digest,
+        recipe_id=policy.recipe_id,
+        policy_name=policy.name,
+        policy_version=policy.version,
+    )
+    return signing.envelope_digest(checked)

@@ -69,7 +69,7 @@ class PromptCounter:
             self._loaded = True
             try:
                 self._load()
-            except (ImportError, OSError, ValueError) as exc:
+            except Exception as exc:  # the tokenizers library raises nothing more precise
                 log.warning("tokenizer_not_loaded", path=str(self._dir), error=str(exc))
 
     def _load(self) -> None:

@@ -69,7 +69,7 @@ class ScriptedEngine:
         state = {"pid": self._process.pid, "url": self.url, "key": self.api_key}
         temporary = self._directory / "engine.tmp"
         temporary.write_text(json.dumps(state))
-        os.replace(temporary, self._directory / ENGINE_FILE)
+        temporary.replace(self._directory / ENGINE_FILE)
 
     def poll(self) -> int | None:
         return None if self._process is None else self._process.poll()
