@@ -1,0 +1,74 @@
+"""`trace-serve hints`: look into hint files and verify them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from trace_serve.errors import HintFormatError
+from trace_serve.hints import wire
+from trace_serve.hints.inspect import summarize
+
+app = typer.Typer(no_args_is_help=True, help="Inspect and verify hint files.")
+
+_File = Annotated[Path, typer.Argument(help="Hint file (.safetensors).")]
+
+
+@app.command()
+def inspect(file: _File, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show the sites, shapes and sizes of a hint file."""
+    summary = summarize(wire.read(file))
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2, sort_keys=True))
+        return
+    console = Console()
+    for key in ("rows", "first_token", "recipe_id", "model_digest", "weight_versions", "logprobs", "routed_experts"):
+        console.print(f"{key:<16} {summary[key]}", soft_wrap=True)
+    console.print(_table(summary))
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    table = Table("site", "layers", "values", "scale", "B/token", "full codes", "present", "ones")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, site in summary["sites"].items():
+        table.add_row(
+            name,
+            str(site["layers"]),
+            f"{site['values']:,}",
+            site["scale"],
+            f"{site['bytes_per_token']:,}",
+            f"{site['full_bytes_per_token']:,}",
+            _share(site["present"]),
+            _share(site["ones"]),
+        )
+    table.add_section()
+    table.add_row(
+        "total", "", "", "", f"{summary['bytes_per_token']:,}", f"{summary['full_bytes_per_token']:,}", "", ""
+    )
+    table.caption = f"full codes of the paper's 35B model: {summary['paper_bytes_per_token']:,} B a token"
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+@app.command()
+def verify(
+    file: _File,
+    recipe_id: Annotated[str | None, typer.Option(help="Refuse hints of another recipe.")] = None,
+    require_complete: Annotated[bool, typer.Option(help="Refuse a file with missing rows.")] = False,
+) -> None:
+    """Check a hint file's schema, byte counts and checksums; exit code 3 says what is wrong."""
+    hints = wire.read(file, expect_recipe_id=recipe_id)
+    missing = {site.name: int((~site.present).sum()) for site in hints.sites}
+    if require_complete and any(missing.values()):
+        listed = ", ".join(f"{count} of {name}" for name, count in missing.items() if count)
+        raise HintFormatError(f"{file}: rows are missing: {listed} of {hints.rows}", field="present")
+    Console().print(f"{file}: ok, {hints.rows} rows, missing {json.dumps(missing)}", soft_wrap=True)

@@ -1,0 +1,156 @@
+"""The safetensors container of a hint file: strict reading, and writing that gives the same bytes every time.
+
+The container is written here and not by the safetensors package because its metadata comes out in a random order, and
+read here because its reader returns no metadata from memory. Any safetensors reader opens the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trace_serve.errors import HintFormatError
+
+Arrays = dict[str, NDArray[Any]]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "U16": np.dtype("<u2"),
+    "I32": np.dtype("<i4"),
+    "F32": np.dtype("<f4"),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER = 16 << 20
+_METADATA = "__metadata__"
+_TENSORS = "tensors"
+_DIGEST = "metadata_sha256"
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys and no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def parse(text: str | bytes, what: str) -> Any:
+    """JSON without repeated keys and without NaN.
+
+    Raises:
+        HintFormatError: naming `what`.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({key for key, _ in pairs}) != len(pairs):
+            raise ValueError("a repeated key")
+        return dict(pairs)
+
+    def no_constant(name: str) -> Any:
+        raise ValueError(f"the number {name}")
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+    except (ValueError, RecursionError) as exc:
+        raise HintFormatError(f"hint file {what}: not JSON: {exc}; the file is damaged", field=what) from exc
+
+
+def _metadata_digest(metadata: Mapping[str, str]) -> str:
+    rest = {key: value for key, value in metadata.items() if key != _DIGEST}
+    return hashlib.sha256(canonical(rest).encode()).hexdigest()
+
+
+def encode(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file with a checksum of every tensor and of the metadata."""
+    # Wider types first, so that every tensor starts at a multiple of its item size.
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    payloads = [(name, array, np.ascontiguousarray(array).tobytes()) for name, array in ordered]
+    entries = {
+        name: {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, array, data in payloads
+    }
+    full = {**metadata, _TENSORS: canonical(entries)}
+    header: dict[str, Any] = {_METADATA: {**full, _DIGEST: _metadata_digest(full)}}
+    offset = 0
+    for name, array, data in payloads:
+        header[name] = {
+            "dtype": _NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + len(data)],
+        }
+        offset += len(data)
+    text = canonical(header).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join((len(text).to_bytes(8, "little"), text, *(data for _, _, data in payloads)))
+
+
+def decode(data: bytes) -> tuple[Arrays, dict[str, str]]:
+    """The tensors (read-only views of `data`) and metadata of a file that `encode` or an equal writer made.
+
+    Raises:
+        HintFormatError: a wrong length, trailing bytes, a header that is not what safetensors and version 1 allow, or
+            a checksum that does not match.
+    """
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > min(len(data) - 8, MAX_HEADER):
+        raise HintFormatError(
+            f"hint file: {len(data)} bytes cannot hold a header of {length} bytes; the file is cut or no hint file"
+        )
+    header = parse(data[8 : 8 + length], "header")
+    if not isinstance(header, dict):
+        raise HintFormatError("hint file header: not a JSON object; the file is no hint file", field="header")
+    metadata = _metadata(header.pop(_METADATA, None))
+    described = parse(metadata.pop(_TENSORS), _TENSORS)
+    if not isinstance(described, dict) or set(described) != set(header):
+        raise HintFormatError("hint file tensors: header and metadata name different tensors", field=_TENSORS)
+    arrays: Arrays = {}
+    spans: list[tuple[int, int]] = []
+    body = memoryview(data)[8 + length :]
+    for name, entry in header.items():
+        dtype, shape, begin, end = _entry(name, entry)
+        expected = prod(shape) * dtype.itemsize
+        if end - begin != expected or end > len(body):
+            raise HintFormatError(
+                f"hint file {name}: got {end - begin} bytes of {len(body)}, expected {expected} for {list(shape)}",
+                field=name,
+            )
+        checksum = hashlib.sha256(body[begin:end]).hexdigest()
+        if described[name] != {"dtype": entry["dtype"], "shape": entry["shape"], "sha256": checksum}:
+            raise HintFormatError(f"hint file {name}: wrong checksum, dtype or shape; the file is damaged", field=name)
+        arrays[name] = np.frombuffer(body[begin:end], dtype=dtype).reshape(shape)
+        spans.append((begin, end))
+    _check_spans(spans, len(body))
+    return arrays, metadata
+
+
+def _metadata(raw: Any) -> dict[str, str]:
+    if not isinstance(raw, dict) or not all(isinstance(value, str) for value in raw.values()):
+        raise HintFormatError("hint file: no metadata of strings; the file is no hint file", field="metadata")
+    if _TENSORS not in raw or raw.get(_DIGEST) != _metadata_digest(raw):
+        raise HintFormatError("hint file metadata: wrong checksum; the file is damaged or no hint file", field=_DIGEST)
+    return {key: value for key, value in raw.items() if key != _DIGEST}
+
+
+def _entry(name: str, entry: Any) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
+    try:
+        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, begin, end]
+    except (KeyError, TypeError, ValueError) as exc:
+        raise HintFormatError(f"hint file {name}: a bad header entry; the file is damaged", field=name) from exc
+    if set(entry) != {"dtype", "shape", "data_offsets"} or not all(type(n) is int and n >= 0 for n in numbers):
+        raise HintFormatError(f"hint file {name}: a bad header entry; the file is damaged", field=name)
+    return dtype, tuple(shape), begin, end
+
+
+def _check_spans(spans: list[tuple[int, int]], size: int) -> None:
+    end = 0
+    for begin, stop in sorted(spans):
+        if begin != end:
+            raise HintFormatError("hint file: tensors overlap or leave a gap; the file is damaged", field="header")
+        end = stop
+    if end != size:
+        raise HintFormatError(f"hint file: {size - end} bytes after the last tensor, expected none", field="header")

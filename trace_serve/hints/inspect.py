@@ -1,0 +1,77 @@
+"""What `trace-serve hints inspect` shows of a hint file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from trace_serve.hints import wire
+
+PAPER_BYTES_PER_TOKEN = 51_840
+"""Full codes and scales of Qwen3.5-35B-A3B, 92,160 values at 4.5 bits (arXiv 2610.07767: "about 50 KB")."""
+
+
+@dataclass(frozen=True)
+class SiteSummary:
+    """Sizes of one site.
+
+    Attributes:
+        name: the site.
+        layers: number of layers.
+        values: values a row and layer.
+        scale: `lsb` or `byte`.
+        bytes_per_token: stored bytes a row, masks excluded.
+        full_bytes_per_token: what full codes and scale bytes of the same values would take.
+        present: share of rows that are present, 0 to 1; None without rows.
+        ones: share of hint bits that are 1 among present rows; None without any.
+    """
+
+    name: str
+    layers: int
+    values: int
+    scale: str
+    bytes_per_token: int
+    full_bytes_per_token: int
+    present: float | None
+    ones: float | None
+
+
+def summarize_site(site: wire.Site) -> SiteSummary:
+    rows = site.bits[site.present]
+    ones = int.bit_count(int.from_bytes(rows.tobytes(), "little")) / (rows.size * 16) if rows.size else None
+    layers = len(site.layers)
+    return SiteSummary(
+        name=site.name,
+        layers=layers,
+        values=site.values,
+        scale=site.scale_kind,
+        bytes_per_token=wire.site_bytes_per_token(
+            site.values, layers, scale=site.scale_kind, global_log2=site.global_log2 is not None
+        ),
+        full_bytes_per_token=layers * site.values * 9 // 16,
+        present=float(site.present.mean()) if site.present.size else None,
+        ones=ones,
+    )
+
+
+def summarize(hints: wire.HintFile) -> dict[str, Any]:
+    """Everything about a file but its payload, as plain JSON values."""
+    sites = [summarize_site(site) for site in hints.sites]
+    versions = Counter[str]()
+    for start, end, version in hints.weight_versions:
+        versions[version] += end - start
+    return {
+        "schema_version": wire.SCHEMA_VERSION,
+        "rows": hints.rows,
+        "first_token": hints.first_token,
+        "recipe_id": hints.recipe_id,
+        "model_digest": hints.model_digest,
+        "weight_versions": dict(versions),
+        "sites": {site.name: {k: v for k, v in vars(site).items() if k != "name"} for site in sites},
+        "bytes_per_token": sum(site.bytes_per_token for site in sites),
+        "full_bytes_per_token": sum(site.full_bytes_per_token for site in sites),
+        "paper_bytes_per_token": PAPER_BYTES_PER_TOKEN,
+        "logprobs": hints.logprobs is not None,
+        "routed_experts": None if hints.routed_experts is None else list(hints.routed_experts.shape[1:]),
+    }
