@@ -17,11 +17,11 @@ from typing import Any
 
 import scripted_engine
 
-from trace_serve.errors import EngineError
+from trace_serve.errors import EngineError, TraceServeError
 from trace_serve.recipe import PRESETS
 from trace_serve.server.authorization import Authorization
 from trace_serve.server.process import ServerProcess
-from trace_serve.server.run import configure_logging, run_server
+from trace_serve.server.run import configure_logging, fail, run_server
 from trace_serve.settings import Settings
 
 RECIPE = PRESETS["default"]
@@ -171,8 +171,14 @@ def main() -> None:
     for name in ("mode", "host", "port", "hint-dir"):
         parser.add_argument(f"--{name}")
     args = vars(parser.parse_args())
-    policy = args.pop("policy")
-    settings = Settings.load(**args)
+    try:
+        code = serve_scripted(args.pop("policy"), Settings.load(**args))
+    except TraceServeError as error:
+        code = fail(error)
+    sys.exit(code)
+
+
+def serve_scripted(policy: Path, settings: Settings) -> int:
     configure_logging(settings.log_level)
     authorization = Authorization(
         path=policy,
@@ -184,7 +190,7 @@ def main() -> None:
         verdict_id="sha256:verdict",
         hints=True,
     )
-    sys.exit(run_server(settings, authorization, lambda: ScriptedEngine(policy)))
+    return run_server(settings, authorization, lambda: ScriptedEngine(policy))
 
 
 if __name__ == "__main__":
