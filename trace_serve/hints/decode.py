@@ -1,0 +1,165 @@
+"""Reading wire format version 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trace_serve.errors import HintFormatError
+from trace_serve.hints import container
+from trace_serve.hints.rows import HintFile, Site, check_array, check_layers
+from trace_serve.hints.schema import BIT_ORDER, FORMAT, METADATA_KEYS, SCHEMA_VERSION, lsb_bytes, token_ids_digest
+from trace_serve.recipe import BLOCK
+
+
+def from_bytes(
+    data: bytes, *, expect_recipe_id: str | None = None, expect_token_ids: Sequence[int] | NDArray[Any] | None = None
+) -> HintFile:
+    """Reads a file; arrays are read-only views of `data` where the layout allows.
+
+    Args:
+        data: the whole file.
+        expect_recipe_id: refuse hints that were made under another recipe.
+        expect_token_ids: refuse hints of other tokens; one id a row.
+
+    Raises:
+        HintFormatError: unknown schema, other recipe, other tokens, wrong byte count, wrong checksum, trailing bytes,
+            tensors that are missing, unknown or of the wrong shape.
+    """
+    arrays, metadata = container.decode(data)
+    _check_schema(metadata)
+    if expect_recipe_id is not None and metadata["recipe_id"] != expect_recipe_id:
+        raise HintFormatError(
+            f"hint file recipe_id: got {metadata['recipe_id']}, expected {expect_recipe_id}; "
+            f"use hints of a rollout under the same recipe",
+            field="recipe_id",
+        )
+    rows = _number(metadata, "rows")
+    token_ids = _take(arrays, "token_ids")
+    check_array("token_ids", token_ids, np.int32, (rows,))
+    if token_ids_digest(token_ids) != metadata["token_ids_digest"]:
+        raise HintFormatError("hint file token_ids: digest does not match; the file is damaged", field="token_ids")
+    if expect_token_ids is not None and not np.array_equal(token_ids, np.asarray(expect_token_ids)):
+        raise HintFormatError(
+            f"hint file token_ids: its {rows} tokens differ from the {len(expect_token_ids)} expected; "
+            f"pair each sequence with its own hints",
+            field="token_ids",
+        )
+    sites = container.parse(metadata["sites"], "sites")
+    if not isinstance(sites, dict):
+        raise HintFormatError("hint file sites: not a JSON object", field="sites")
+    decoded = tuple(_decode_site(name, entry, arrays, rows) for name, entry in sites.items())
+    logprobs, routed, routed_present = _decode_extras(arrays, rows)
+    if arrays:
+        raise HintFormatError(f"hint file: unknown tensors {', '.join(sorted(arrays))}", field="tensors")
+    next_token_id = container.parse(metadata["next_token_id"], "next_token_id")
+    if next_token_id is not None and type(next_token_id) is not int:
+        raise HintFormatError("hint file next_token_id: expected a whole number or null", field="next_token_id")
+    return HintFile(
+        token_ids=token_ids,
+        sites=decoded,
+        recipe_id=metadata["recipe_id"],
+        model_digest=metadata["model_digest"],
+        weight_versions=_decode_versions(metadata["weight_versions"]),
+        first_token=_number(metadata, "first_token"),
+        logprobs=logprobs,
+        routed_experts=routed,
+        routed_present=routed_present,
+        next_token_id=next_token_id,
+    )
+
+
+def _check_schema(metadata: dict[str, str]) -> None:
+    if metadata.get("format") != FORMAT or metadata.get("schema_version") != str(SCHEMA_VERSION):
+        got = f"{metadata.get('format')!r} version {metadata.get('schema_version')!r}"
+        raise HintFormatError(
+            f"hint file schema_version: got {got}, expected {FORMAT!r} version {SCHEMA_VERSION}", field="schema_version"
+        )
+    if set(metadata) != METADATA_KEYS:
+        odd = ", ".join(sorted(set(metadata) ^ METADATA_KEYS))
+        raise HintFormatError(f"hint file metadata: unknown or missing keys: {odd}", field="metadata")
+    if metadata["bit_order"] != BIT_ORDER:
+        raise HintFormatError(
+            f"hint file bit_order: got {metadata['bit_order']!r}, expected {BIT_ORDER!r}", field="bit_order"
+        )
+
+
+def _number(metadata: dict[str, str], key: str) -> int:
+    value = container.parse(metadata[key], key)
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise HintFormatError(f"hint file {key}: got {metadata[key]!r}, expected a whole number", field=key)
+    return value
+
+
+def _take(arrays: container.Arrays, name: str) -> NDArray[Any]:
+    if name not in arrays:
+        raise HintFormatError(f"hint file {name}: the tensor is missing", field=name)
+    return arrays.pop(name)
+
+
+def _decode_site(name: str, entry: Any, arrays: container.Arrays, rows: int) -> Site:
+    try:
+        layers, values, scale, has_log2 = (entry[key] for key in ("layers", "values", "scale", "global_log2"))
+        layers = tuple(layers)
+    except (KeyError, TypeError) as exc:
+        raise HintFormatError(f"hint file sites {name}: incomplete description", field="sites") from exc
+    if type(values) is not int or values <= 0 or values % BLOCK or type(has_log2) is not bool:
+        raise HintFormatError(f"hint file sites {name}: values or global_log2 cannot be used", field="sites")
+    check_layers(name, layers)
+    shape = (rows, len(layers), values // BLOCK)
+    if scale == "lsb":
+        packed = _take(arrays, f"{name}.scale_lsb")
+        check_array(f"{name}.scale_lsb", packed, np.uint8, (*shape[:2], lsb_bytes(shape[2])))
+        scales = np.unpackbits(packed, axis=-1, count=shape[2], bitorder=BIT_ORDER)
+    elif scale == "byte":
+        scales = _take(arrays, f"{name}.scale")
+    else:
+        raise HintFormatError(f"hint file sites {name}: scale is {scale!r}, expected lsb or byte", field="sites")
+    bits = _take(arrays, f"{name}.bits")
+    check_array(f"{name}.bits", bits, np.uint16, shape)
+    return Site(
+        name=name,
+        layers=layers,
+        bits=bits,
+        scales=scales,
+        present=_unpack_mask(_take(arrays, f"{name}.present"), rows, f"{name}.present"),
+        global_log2=_take(arrays, f"{name}.global_log2") if has_log2 else None,
+        scale_kind=scale,
+    )
+
+
+def _decode_extras(
+    arrays: container.Arrays, rows: int
+) -> tuple[NDArray[np.float32] | None, NDArray[Any] | None, NDArray[np.bool_] | None]:
+    logprobs = routed = routed_present = None
+    if "logprobs" in arrays:
+        logprobs = arrays.pop("logprobs")
+        check_array("logprobs", logprobs, np.float32, (rows,))
+        mask = _unpack_mask(_take(arrays, "logprobs.present"), rows, "logprobs.present")
+        if not np.array_equal(mask, ~np.isnan(logprobs)):
+            raise HintFormatError("hint file logprobs: the mask does not match the values", field="logprobs")
+    if "routed_experts" in arrays:
+        routed = arrays.pop("routed_experts")
+        mask_name = "routed_experts.present"
+        routed_present = _unpack_mask(_take(arrays, mask_name), rows, mask_name)
+    return logprobs, routed, routed_present
+
+
+def _decode_versions(text: str) -> tuple[tuple[int, int, str], ...]:
+    spans = container.parse(text, "weight_versions")
+    if not isinstance(spans, list) or not all(isinstance(span, list) and len(span) == 3 for span in spans):
+        raise HintFormatError(
+            "hint file weight_versions: expected a list of [start, end, version]", field="weight_versions"
+        )
+    return tuple((span[0], span[1], span[2]) for span in spans)
+
+
+def _unpack_mask(packed: NDArray[Any], rows: int, name: str) -> NDArray[np.bool_]:
+    check_array(name, packed, np.uint8, ((rows + 7) // 8,))
+    bits = np.unpackbits(packed, bitorder=BIT_ORDER)
+    if bits[rows:].any():
+        raise HintFormatError(f"hint file {name}: bits are set beyond row {rows}; the file is damaged", field=name)
+    return bits[:rows].astype(np.bool_)

@@ -1,0 +1,56 @@
+"""Constants of wire format version 1 and the sizes that follow from it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trace_serve.recipe import BLOCK
+
+FORMAT = "trace-hints"
+SCHEMA_VERSION = 1
+BIT_ORDER: Literal["little"] = "little"
+POISON = 0xFF
+POISON_LOG2 = -128
+"""What the writer puts under a missing row, in every byte of a tensor and as an exponent."""
+METADATA_KEYS = frozenset(
+    {
+        "format",
+        "schema_version",
+        "recipe_id",
+        "model_digest",
+        "weight_versions",
+        "first_token",
+        "rows",
+        "next_token_id",
+        "sites",
+        "bit_order",
+        "token_ids_digest",
+    }
+)
+
+
+def token_ids_digest(token_ids: NDArray[np.int32]) -> str:
+    """`sha256:` of the ids as little-endian int32."""
+    return "sha256:" + hashlib.sha256(np.ascontiguousarray(token_ids, dtype="<i4").tobytes()).hexdigest()
+
+
+def lsb_bytes(blocks: int) -> int:
+    """Bytes that hold one bit for each of `blocks` blocks."""
+    return (blocks + 7) // 8
+
+
+def site_bytes_per_token(values: int, layers: int, *, scale: str = "lsb", global_log2: bool) -> int:
+    """Bytes of one row of a site, masks excluded.
+
+    Args:
+        values: quantized values a token and layer, a multiple of 16.
+        layers: number of layers.
+        scale: `lsb` (one bit a block, whole bytes a row and layer) or `byte`.
+        global_log2: whether the site has a per-token global scale.
+    """
+    blocks = values // BLOCK
+    return layers * (2 * blocks + (lsb_bytes(blocks) if scale == "lsb" else blocks) + int(global_log2))
