@@ -69,8 +69,9 @@ def _hint_file(processor: Any, req: Any) -> wire.HintFile:
     from sglang.srt.runtime_context import get_serving
 
     engine = state.get()
-    tokens = [*req.origin_input_ids, *req.output_ids_through_stop]
-    rows = len(tokens) - 1
+    output = list(req.output_ids_through_stop)
+    tokens = [*req.origin_input_ids, *output]
+    rows = len(tokens) - 1 if output else len(tokens)
     slots = processor.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :rows].to(torch.int64)
     sites = _experts_in(slots) + _kv(processor.token_to_kv_pool_allocator.get_kvcache(), slots)
     routed = getattr(req, "routed_experts", None)
@@ -81,6 +82,7 @@ def _hint_file(processor: Any, req: Any) -> wire.HintFile:
         model_digest=engine.spec.policy_digest,
         weight_versions=((0, rows, str(get_serving().weight_version)),),
         routed_experts=None if routed is None else routed.numpy(),
+        next_token_id=int(output[-1]) if output else None,
     )
 
 

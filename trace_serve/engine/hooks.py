@@ -62,7 +62,9 @@ def _kv_cell_size(original: Callable[..., int], self: Any, kvc: Any, num_layers:
     return kv.TraceNvFp4KVMethod().compute_cell_size(heads, kvc.model_config.head_dim, num_layers, 2)
 
 
-def _rotate_query(original: Callable[..., Any], self: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+def _rotate_query(
+    original: Callable[..., Any], self: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any
+) -> Any:
     recipe = state.get().spec.recipe
     if recipe.k_rotation and recipe.quantizes_kv(layer.layer_id):
         from trace_serve import nvfp4
@@ -162,7 +164,9 @@ HOOKS: tuple[Hook, ...] = (
         Hook(f"refit-{name}", f"{_UPDATER}.{name}", HookType.AFTER, _weights_changed, "old rows pass for new ones")
         for name in _UPDATES
     ),
-    Hook("validate", f"{_TOKENIZER}._validate_one_request", HookType.BEFORE, _validate, "bad requests reach the engine"),
+    Hook(
+        "validate", f"{_TOKENIZER}._validate_one_request", HookType.BEFORE, _validate, "bad requests reach the engine"
+    ),
     Hook("meta-info", f"{_TOKENIZER}.update_request_meta_info", HookType.AFTER, _meta_info, "no inline hints"),
     Hook(
         "openai-metadata",

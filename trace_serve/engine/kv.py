@@ -150,7 +150,9 @@ class TraceNvFp4KVMethod(KVCacheQuantMethodBase):  # type: ignore[misc]
 
     def bytes_per_token(self) -> int:
         """Bytes a token that the allocated buffers take."""
-        tensors = [t for layer in self.layers for t in (layer.k, layer.v, layer.k_scales, layer.v_scales) if t is not None]
+        tensors = [
+            t for layer in self.layers for t in (layer.k, layer.v, layer.k_scales, layer.v_scales) if t is not None
+        ]
         return sum(t.nbytes // t.shape[0] for t in tensors)
 
 

@@ -24,7 +24,7 @@ from trace_serve.engine import spec
 from trace_serve.engine.telemetry import Telemetry
 from trace_serve.errors import EngineError
 from trace_serve.policy.digest import digest_directory
-from trace_serve.policy.manifest import chat_template_digest, tokenizer_digest
+from trace_serve.policy.tokenizer import chat_template_digest, tokenizer_digest
 from trace_serve.recipe import PRESETS, Recipe
 
 FAILURE_PREFIX = "trace-serve engine failed: "
@@ -110,7 +110,9 @@ class EngineProcess:
         if self._process is not None:
             raise EngineError("the engine is already started; make a new EngineProcess to start another")
         if not (self.config.model / "config.json").is_file():
-            raise EngineError(f"model {self.config.model}: no config.json there; expected a Hugging Face model directory")
+            raise EngineError(
+                f"model {self.config.model}: no config.json there; expected a Hugging Face model directory"
+            )
         self._run_dir = tempfile.TemporaryDirectory(prefix="trace-serve-engine-")
         Telemetry(self._run_dir.name, create=True)
         if self.config.hint_dir is not None:
@@ -144,6 +146,7 @@ class EngineProcess:
         env = {**os.environ, spec.ENV: self._spec().to_env()}
         env.pop("SGLANG_PLUGINS", None)
         env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+        env.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "trace_serve.engine.models")
         if self.config.device == "cpu":
             env.update(SGLANG_USE_CPU_ENGINE="1", CUDA_VISIBLE_DEVICES="")
             # Two engines and their clients share the cores here; more threads than one a scheduler only contend.
@@ -178,7 +181,9 @@ class EngineProcess:
         """The exit status, or None while the process runs."""
         return None if self._process is None else self._process.poll()
 
-    def wait_ready(self, timeout_s: float = 300.0, *, progress: Callable[[float], None] | None = None) -> dict[str, Any]:
+    def wait_ready(
+        self, timeout_s: float = 300.0, *, progress: Callable[[float], None] | None = None
+    ) -> dict[str, Any]:
         """Blocks until the engine answers and one canary request came back; returns its report.
 
         Args:
@@ -196,7 +201,9 @@ class EngineProcess:
                 if progress is not None:
                     progress(waited)
                 if self.poll() is not None:
-                    raise EngineError(f"engine for {self.config.model} exited with status {self.poll()}: {self.last_words()}")
+                    raise EngineError(
+                        f"engine for {self.config.model} exited with status {self.poll()}: {self.last_words()}"
+                    )
                 if waited > timeout_s:
                     raise EngineError(
                         f"engine for {self.config.model} did not answer within {timeout_s:.0f} s; see {self.log_path}"
@@ -259,17 +266,18 @@ class EngineProcess:
         return (errors or lines or ["its log is empty"])[-1].strip()[-600:]
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the whole process group: SIGTERM, then SIGKILL after the timeout. Safe to call twice."""
+        """Kills the whole process group and waits for it; safe to call twice.
+
+        SGLang's own shutdown drains without a bound, and there is nothing to drain here: the front-end finishes or cuts
+        its requests first, and hint files appear by rename.
+        """
         process = self._process
         if process is not None:
-            for signum, wait_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 10.0)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signum)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(wait_s)
-                    if signum == signal.SIGKILL:
-                        break
-        if self._run_dir is not None and self.config.log_path is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+        if self._run_dir is not None:
             self._run_dir.cleanup()
 
     def __enter__(self) -> EngineProcess:

@@ -16,7 +16,16 @@ from trace_serve.errors import SeamError, TraceServeError
 FAILURE_PREFIX = "trace-serve engine failed: "
 
 
-def _verified_start(original: Any, server_args: Any, tokenizer_manager: Any, template: Any, ports: Any, infos: Any, *args: Any, **kwargs: Any) -> Any:
+def _verified_start(
+    original: Any,
+    server_args: Any,
+    tokenizer_manager: Any,
+    template: Any,
+    ports: Any,
+    infos: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Runs after every scheduler reported and before the port opens."""
     from sglang.srt.entrypoints import http_server
 

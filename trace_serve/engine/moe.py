@@ -128,7 +128,9 @@ class TraceNvFp4MoEMethod(UnquantizedFusedMoEMethod):
             known: dict[int, tuple[int, ...]] = layer.__dict__.setdefault(f"_trace_{name}", {})
             for expert in range(weight.shape[0]):
                 rows = weight[expert]
-                fresh = [a != b for a, b in zip(_fingerprint(rows, parts), known.get(expert, (0,) * parts), strict=True)]
+                fresh = [
+                    a != b for a, b in zip(_fingerprint(rows, parts), known.get(expert, (0,) * parts), strict=True)
+                ]
                 if not any(fresh):
                     continue
                 if not all(fresh):

@@ -1,0 +1,81 @@
+"""Fixtures shared by every test that needs the real engine; each engine starts once a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Read when sglang is first imported, so it has to stand before any test does that.
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+from engine_model import write_engine_model
+
+from trace_serve.engine.launch import EngineConfig, EngineProcess
+from trace_serve.policy.build import build_policy
+from trace_serve.policy.manifest import Policy
+from trace_serve.recipe import Recipe
+from trace_serve.server.process import ServerProcess
+
+START_TIMEOUT_S = 240.0
+CHUNK = 64
+
+
+@pytest.fixture(scope="session")
+def engine_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_engine_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def fp4_policy(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    out = tmp_path_factory.mktemp("policies") / "tiny-fp4"
+    return build_policy(engine_model, out, name="tiny", version="1", recipe=Recipe())
+
+
+@pytest.fixture(scope="session")
+def fp4_engine(fp4_policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """The real engine on the CPU, experts W4A4 and KV in NVFP4, prompts prefilled in chunks of 64 tokens."""
+    directory = tmp_path_factory.mktemp("engine")
+    config = EngineConfig(
+        model=fp4_policy.path,
+        recipe=fp4_policy.recipe,
+        hint_dir=directory / "hints",
+        log_path=directory / "engine.log",
+        max_total_tokens=4096,
+        chunked_prefill_size=CHUNK,
+    )
+    engine = EngineProcess(config)
+    engine.start()
+    engine.wait_ready(START_TIMEOUT_S)
+    yield engine
+    engine.stop()
+
+
+class FrontEnd(ServerProcess):
+    """A running front-end; `engine_pid` finds its engine's process."""
+
+    def engine_pid(self) -> int:
+        import psutil
+
+        children = psutil.Process(self.pid).children(recursive=True)
+        return next(p.pid for p in children if "trace_serve.engine.main" in p.cmdline())
+
+
+@pytest.fixture(scope="session")
+def front_end(fp4_policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
+    """`trace-serve serve --mode rollout` over the real engine."""
+    directory = tmp_path_factory.mktemp("front-end")
+    server = FrontEnd(
+        fp4_policy.path,
+        mode="rollout",
+        hint_dir=directory / "hints",
+        api_key="test-key-0123456789",
+        log_path=directory / "server.log",
+        engine_log=directory / "engine.log",
+    )
+    server.start()
+    server.wait_ready(START_TIMEOUT_S)
+    yield server
+    server.stop()

@@ -1,0 +1,54 @@
+"""A start that cannot be right stops, and says which seam or which file is at fault."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trace_serve.engine.launch import EngineConfig, EngineProcess
+from trace_serve.errors import EngineError
+from trace_serve.policy.manifest import Policy
+
+REMOVE_SEAM = '''
+import importlib.abc, importlib.machinery, sys
+
+class Remover(importlib.abc.MetaPathFinder):
+    """Loads the module as usual and then removes one method, as a new release of SGLang might."""
+
+    def find_spec(self, name, path, target=None):
+        if name != "{module}":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            delattr(getattr(module, "{owner}"), "{method}")
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Remover())
+'''
+
+
+@pytest.mark.engine
+def test_a_moved_seam_stops_the_start_and_is_named(
+    fp4_policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "sglang.srt.managers.scheduler_components.batch_result_processor"
+    source = REMOVE_SEAM.format(
+        module=module, owner="SchedulerBatchResultProcessor", method="_maybe_collect_routed_experts"
+    )
+    (tmp_path / "sitecustomize.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    engine = EngineProcess(EngineConfig(model=fp4_policy.path, recipe=fp4_policy.recipe, log_path=tmp_path / "log"))
+    engine.start()
+    with pytest.raises(EngineError, match="seam collect .*_maybe_collect_routed_experts"):
+        engine.wait_ready(180)
+    assert engine.poll() is not None
+
+
+def test_a_directory_without_a_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"no config\.json"):
+        EngineProcess(EngineConfig(model=tmp_path)).start()
