@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trace_serve.errors import RecipeError
@@ -122,6 +123,11 @@ class Recipe:
     def is_bf16(self) -> bool:
         return self.experts == "bf16" and self.kv == "bf16"
 
+    @property
+    def has_hints(self) -> bool:
+        """Whether anything is rounded while serving, so that there is an outcome to export."""
+        return self.experts == "w4a4" or self.kv == "nvfp4"
+
     def quantizes_experts(self, layer: int) -> bool:
         return self.experts != "bf16" and (self.expert_layers is None or layer in self.expert_layers)
 
@@ -150,7 +156,8 @@ class Recipe:
         known = {f.name for f in dataclasses.fields(cls)}
         for key in raw:
             if key not in known:
-                raise RecipeError(f"recipe {key}: unknown choice, expected one of {', '.join(sorted(known))}", field=key)
+                expected = ", ".join(sorted(known))
+                raise RecipeError(f"recipe {key}: unknown choice, expected one of {expected}", field=key)
         values = dict(raw)
         for name in ("expert_layers", "kv_layers"):
             if isinstance(values.get(name), list):
@@ -184,8 +191,7 @@ def load_recipe(spec: str) -> Recipe:
     if spec in PRESETS:
         return PRESETS[spec]
     try:
-        with open(spec, encoding="utf-8") as handle:
-            raw = json.load(handle)
+        raw = json.loads(Path(spec).read_text(encoding="utf-8"))
     except OSError as exc:
         raise RecipeError(
             f"recipe {spec!r}: not a preset ({', '.join(PRESETS)}) and not a readable file ({exc.strerror})",

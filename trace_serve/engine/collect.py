@@ -49,7 +49,7 @@ def collect(processor: Any, req: Any) -> None:
 
 
 def _attach(req: Any, payload: str) -> None:
-    """One entry an output token, of which the last carries the payload, so that a stream sends it with its last chunk."""
+    """One entry an output token; the last one carries the payload, so that a stream sends it with its last chunk."""
     count = len(req.output_ids)
     if req.customized_info is None:
         req.customized_info = {}
@@ -112,20 +112,21 @@ def _kv(pool: Any, slots: Tensor) -> list[wire.Site]:
     if not isinstance(method, TraceNvFp4KVMethod) or engine.versions is None:
         return []
     present = engine.versions.present(slots, engine.weight_version).numpy()
-    layers = tuple(i for i, layer in enumerate(method.layers) if layer.k_scales is not None)
+    indices = [i for i, layer in enumerate(method.layers) if layer.k_scales is not None]
+    stored = {
+        "k": [(method.layers[i].k, method.layers[i].k_scales) for i in indices],
+        "v": [(method.layers[i].v, method.layers[i].v_scales) for i in indices],
+    }
     return [
         wire.Site(
             name=name,
-            layers=layers,
-            bits=_stack([engine.kernels.hint_bits(codes[slots]).flatten(1) for codes in codes_of]).numpy(),
-            scales=_stack([scales[slots].flatten(1) for scales in scales_of]).numpy(),
+            layers=tuple(indices),
+            bits=_stack([engine.kernels.hint_bits(codes[slots]).flatten(1) for codes, _ in layers]).numpy(),
+            scales=_stack([scales[slots].flatten(1) for _, scales in layers if scales is not None]).numpy(),
             global_log2=None,
             present=present,
         )
-        for name, codes_of, scales_of in (
-            ("k", [method.layers[i].k for i in layers], [method.layers[i].k_scales for i in layers]),
-            ("v", [method.layers[i].v for i in layers], [method.layers[i].v_scales for i in layers]),
-        )
+        for name, layers in stored.items()
     ]
 
 

@@ -67,7 +67,7 @@ def _raising(name: str) -> Callable[..., NoReturn]:
 
 
 class _NoSubmodules(importlib.abc.MetaPathFinder):
-    """Makes `import sgl_kernel.anything` an ImportError, which SGLang's callers handle, instead of a broken CUDA load."""
+    """Makes `import sgl_kernel.x` an ImportError, which SGLang's callers handle, instead of a broken CUDA load."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None

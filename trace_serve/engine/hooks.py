@@ -106,8 +106,11 @@ def _validate(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
     engine_spec = state.get().spec
     if wanted not in HINT_MODES:
         raise ValueError(f"custom_params.trace_hints: got {wanted!r}, expected one of {', '.join(HINT_MODES)}")
-    if engine_spec.recipe.is_bf16:
-        raise ValueError("custom_params.trace_hints: this engine runs in BF16 and has no rounding hints to export")
+    if not engine_spec.recipe.has_hints:
+        raise ValueError(
+            "custom_params.trace_hints: there are no hints to export, since this recipe rounds neither activations "
+            "(experts w4a4) nor the KV cache (kv nvfp4)"
+        )
     if wanted == "file" and engine_spec.hint_dir is None:
         raise ValueError("custom_params.trace_hints: 'file' needs an engine that was started with a hint directory")
     if wanted == "file" and not _FILE_SAFE.fullmatch(str(obj.rid)):

@@ -56,7 +56,7 @@ class GatheredKV:
         return state.get().kernels.gather_dequantize(self._codes, self._scales, index, self._global_scale)
 
 
-class TraceNvFp4KVMethod(KVCacheQuantMethodBase):  # type: ignore[misc]
+class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
     """K and V of the recipe's layers in NVFP4 with one static power-of-two global scale; other layers in BF16.
 
     K is stored rotated when the recipe says so; `plugin` rotates the queries of those layers, so that scores are those

@@ -1,4 +1,4 @@
-"""The engine process: SGLang's own server with our plugin verified around it (`python -m trace_serve.engine.main ARGS`).
+"""The engine process: SGLang's own server, verified (`python -m trace_serve.engine.main ARGS`).
 
 Arguments are SGLang's. The spec of the policy comes in the environment, see `spec`.
 """

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 from torch import Tensor
+from torch.nn.functional import linear, silu
 
 from trace_serve import nvfp4
 from trace_serve.engine import spec, state
@@ -56,7 +56,7 @@ class TraceNvFp4Config(QuantizationConfig):
     def get_scaled_act_names(self) -> list[str]:
         return []
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, FusedMoE):
             if self.recipe.quantizes_experts(layer.layer_id):
                 return TraceNvFp4MoEMethod(self.recipe)
@@ -77,7 +77,7 @@ class TraceNvFp4MoEMethod(UnquantizedFusedMoEMethod):
         super().__init__()
         self.recipe = recipe
 
-    def create_weights(self, layer: torch.nn.Module, *args: Any, with_bias: bool = False, **kwargs: Any) -> None:
+    def create_weights(self, layer: Any, *args: Any, with_bias: bool = False, **kwargs: Any) -> None:
         if with_bias:
             raise EngineError("experts with a bias cannot run in NVFP4; serve this model with experts='bf16'")
         super().create_weights(layer, *args, with_bias=with_bias, **kwargs)
@@ -90,7 +90,7 @@ class TraceNvFp4MoEMethod(UnquantizedFusedMoEMethod):
                     "choose another expert_rotation, or serve this layer in BF16 (expert_layers)"
                 )
 
-    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: MoeRunnerConfig) -> None:
+    def create_moe_runner(self, layer: Any, moe_runner_config: MoeRunnerConfig) -> None:
         super().create_moe_runner(layer, moe_runner_config)
         config = moe_runner_config
         unsupported = {
@@ -108,7 +108,7 @@ class TraceNvFp4MoEMethod(UnquantizedFusedMoEMethod):
                     "serve this model with experts='bf16'"
                 )
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Replaces both weights by their NVFP4 image, one global scale a matrix (gate and up share theirs).
 
         SGLang calls this again after every weight update, for layers that the update did not touch too. An image is
@@ -148,7 +148,7 @@ class TraceNvFp4MoEMethod(UnquantizedFusedMoEMethod):
         values, _ = engine.kernels.fake_quantize_rows(rotated, global_scale=g, counters=engine.counters)
         return values
 
-    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> StandardCombineInput:
+    def apply(self, layer: Any, dispatch_output: Any) -> StandardCombineInput:
         engine = state.get()
         x = dispatch_output.hidden_states
         topk_weights, topk_ids, _ = dispatch_output.topk_output
@@ -167,22 +167,22 @@ class TraceNvFp4MoEMethod(UnquantizedFusedMoEMethod):
         width = self.recipe.expert_rotation
         return nvfp4.rotate(x, width).to(x.dtype) if width else x
 
-    def _experts(self, layer: torch.nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    def _experts(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """x [T, H] BF16 to [T, H] BF16; products accumulate in the order of the expert index, in FP32."""
         out = torch.zeros(x.shape[0], layer.w2_weight.shape[1], dtype=torch.float32)
-        for expert in topk_ids.unique().tolist():
+        for expert in torch.unique(topk_ids).tolist():
             if expert < 0:
                 continue
             rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
-            gate, up = F.linear(x[rows], layer.w13_weight[expert]).chunk(2, dim=-1)
-            middle = F.silu(gate) * up
+            gate, up = linear(x[rows], layer.w13_weight[expert]).chunk(2, dim=-1)
+            middle = silu(gate) * up
             if self.recipe.experts == "w4a4":
                 middle, _ = state.get().kernels.fake_quantize_rows(
                     middle, rotation=self.recipe.expert_rotation, counters=state.get().counters
                 )
             else:
                 middle = self._rotated(middle)
-            product = F.linear(middle, layer.w2_weight[expert])
+            product = linear(middle, layer.w2_weight[expert])
             out.index_add_(0, rows, product.float() * topk_weights[rows, slots].float().unsqueeze(-1))
         return out.to(x.dtype)
 

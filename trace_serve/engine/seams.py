@@ -14,6 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from trace_serve.errors import SeamError
@@ -162,11 +163,11 @@ def check_all() -> list[SeamStatus]:
     return [
         *(_status(name, "patch", target, check, why) for name, target, check, why in _PATCHES),
         *(
-            _status(hook.name, "hook", hook.target, lambda h=hook: _hook_exists(h.name, h.target), hook.why)
+            _status(hook.name, "hook", hook.target, partial(_hook_exists, hook.name, hook.target), hook.why)
             for hook in hooks.HOOKS
         ),
         *(
-            _status(name, "registry", target, lambda t=target, k=kind: _is_a(t, k), why)
+            _status(name, "registry", target, partial(_is_a, target, kind), why)
             for name, target, kind, why in _REGISTRIES
         ),
     ]
@@ -178,13 +179,10 @@ def check_process() -> list[SeamStatus]:
 
     live = [
         *(
-            _status(hook.name, "hook", hook.target, lambda h=hook: _hook_applied(h.target), hook.why)
+            _status(hook.name, "hook", hook.target, partial(_hook_applied, hook.target), hook.why)
             for hook in hooks.HOOKS
         ),
-        *(
-            _status(name, "registry", target, lambda t=target: _holds_ours(t), why)
-            for name, target, _, why in _REGISTRIES
-        ),
+        *(_status(name, "registry", target, partial(_holds_ours, target), why) for name, target, _, why in _REGISTRIES),
     ]
     broken = {status.name: status for status in live if not status.ok}
     return [broken.get(status.name, status) for status in check_all()]

@@ -102,7 +102,8 @@ def test_the_first_layers_value_hints_are_those_of_the_weights(fp4_engine: Engin
     bits = nvfp4.hint_bits(expected.codes).numpy()
     got = hints.site("v").bits[:, 0]
     wrong = np.unpackbits((bits ^ got).view(np.uint8)).mean()
-    # The product's summation order differs between matrix shapes, so a few values round the other way; unrelated rows differ in half of their bits.
+    # The sums run in another order for another matrix shape, so a few values round the other way; unrelated rows would
+    # differ in half of their bits.
     assert wrong < 0.05
 
 

@@ -44,7 +44,7 @@ def test_a_moved_seam_stops_the_start_and_is_named(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     engine = EngineProcess(EngineConfig(model=fp4_policy.path, recipe=fp4_policy.recipe, log_path=tmp_path / "log"))
     engine.start()
-    with pytest.raises(EngineError, match="seam collect .*_maybe_collect_routed_experts"):
+    with pytest.raises(EngineError, match=r"seam collect .*_maybe_collect_routed_experts"):
         engine.wait_ready(180)
     assert engine.poll() is not None
 

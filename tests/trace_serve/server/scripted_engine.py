@@ -117,7 +117,12 @@ class Upstream:
             "message": {"role": "assistant", "content": TEXT * script.tokens},
             "finish_reason": reason,
         }
-        answer = {"id": payload["rid"], "model": SERVED_NAME, "choices": [choice], "usage": usage(script)}
+        answer = {
+            "id": payload.get("rid", "scripted"),
+            "model": SERVED_NAME,
+            "choices": [choice],
+            "usage": usage(script),
+        }
         text = json.dumps(answer)
         if script.has("nan"):
             text = text.replace('"index": 0', '"index": 0, "logprob": NaN, "other": -Infinity')
@@ -139,7 +144,7 @@ class Upstream:
                 text = text.replace('"index": 0', '"index": 0, "logprob": NaN')
             await write(b"data: " + text.encode() + b"\n\n")
 
-        head = {"id": payload["rid"], "model": SERVED_NAME}
+        head = {"id": payload.get("rid", "scripted"), "model": SERVED_NAME}
         for index in range(script.tokens):
             await asyncio.sleep(script.delay)
             if script.at("die_after", index):
