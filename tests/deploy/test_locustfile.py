@@ -9,10 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from eval_gate import suites
 
 pytest.importorskip("locust", reason="the load extra is not installed")
 
@@ -57,12 +60,16 @@ class Result:
         return int(self.rows[kind][column])
 
 
-def run(host: str, tmp_path: Path, script: str, *, key: str = KEY, users: int = 2, seconds: int = 4) -> Result:
-    queries = tmp_path / "queries.jsonl"
-    queries.write_text(json.dumps({"messages": [{"role": "user", "content": script}], "max_tokens": 64}) + "\n")
+def write_queries(tmp_path: Path, script: str) -> str:
+    path = tmp_path / "queries.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": script}], "max_tokens": 64}) + "\n")
+    return str(path)
+
+
+def run(host: str, queries: str, *, key: str = KEY, users: int = 2, seconds: int = 3) -> Result:
     command = [
         sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", host, "--headless", "-u", str(users),
-        "-r", "100", "-t", f"{seconds}s", "--queries", str(queries), "--json", "--stop-timeout", "5",
+        "-r", "100", "-t", f"{seconds}s", "--queries", queries, "--json", "--stop-timeout", "5",
     ]  # fmt: skip
     environment = {**os.environ, "TRACE_SERVE_API_KEY": key, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
@@ -71,7 +78,7 @@ def run(host: str, tmp_path: Path, script: str, *, key: str = KEY, users: int = 
 
 def test_the_figures_are_those_of_the_upstream(upstream: str, tmp_path: Path) -> None:
     tokens = 11
-    result = run(upstream, tmp_path, f"tokens={tokens} delay={STEP_S}")
+    result = run(upstream, write_queries(tmp_path, f"tokens={tokens} delay={STEP_S}"), seconds=4)
     step_ms = STEP_S * 1000
     assert result.code == 0, result.output
     answered = result.count("E2E")
@@ -102,7 +109,7 @@ def test_the_figures_are_those_of_the_upstream(upstream: str, tmp_path: Path) ->
 def test_a_failed_answer_counts_as_a_failure_and_in_no_other_figure(
     upstream: str, tmp_path: Path, script: str, reason: str
 ) -> None:
-    result = run(upstream, tmp_path, script, users=1)
+    result = run(upstream, write_queries(tmp_path, script), users=1)
     assert result.code == 1, result.output
     assert result.count("E2E", "num_failures") == result.count("E2E") > 0
     assert "TTFT" not in result.rows
@@ -110,6 +117,17 @@ def test_a_failed_answer_counts_as_a_failure_and_in_no_other_figure(
 
 
 def test_a_wrong_key_is_a_failure(upstream: str, tmp_path: Path) -> None:
-    result = run(upstream, tmp_path, "tokens=1", key="wrong", users=1)
+    result = run(upstream, write_queries(tmp_path, "tokens=1"), key="wrong", users=1)
     assert result.code == 1
     assert "status 401" in result.output
+
+
+def test_the_shipped_queries_are_asked_by_default(upstream: str) -> None:
+    result = run(upstream, "support", users=1)
+    assert result.code == 0, result.output
+    request = urllib.request.Request(upstream + "/script/seen", headers={"authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        sent = json.loads(answer.read())["seen"][-1]
+    shipped = [json.loads(line) for line in suites.path("support").read_text("utf-8").splitlines()]
+    assert [sent["messages"], sent["max_tokens"]] in [[query["messages"], query["max_tokens"]] for query in shipped]
+    assert (sent["stream"], sent["stream_options"], "model" in sent) == (True, {"include_usage": True}, False)
