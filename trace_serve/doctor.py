@@ -46,6 +46,7 @@ PROBE_TIMEOUT_S = 180.0
 LOW_DISK_BYTES = 5 << 30
 LOW_OPEN_FILES = 1024
 
+_APPLY = "trace-serve patch apply"
 _SEAMS = (sys.executable, "-m", "trace_serve.engine.seams", "--json")
 _KERNELS = (
     sys.executable,
@@ -119,9 +120,9 @@ def check_patches(target: Path | None = None, patches: Path | None = None) -> li
         if patch.state == "applied":
             rows.append(Check(name, "ok", patch.subject))
             continue
-        faulty = ", ".join(f"{path} ({states[path]})" for path in patch.files if states[path] != "applied")
-        remedy = _reinstall() if patch.state == "changed" else "trace-serve patch apply"
-        rows.append(Check(name, "missing", f"{patch.state}: {faulty}", remedy))
+        faulty = [path if states[path] == "clean" else f"{path} ({states[path]})" for path in patch.files]
+        remedy = _reinstall() if patch.state == "changed" else _APPLY
+        rows.append(Check(name, "missing", f"not applied: {', '.join(faulty)}", remedy))
     return rows
 
 
@@ -141,10 +142,13 @@ def check_entry_points(environment: Mapping[str, str]) -> list[Check]:
     return rows
 
 
-def check_seams(command: Sequence[str] = _SEAMS, timeout_s: float = PROBE_TIMEOUT_S) -> list[Check]:
+def check_seams(
+    command: Sequence[str] = _SEAMS, timeout_s: float = PROBE_TIMEOUT_S, *, patched: bool = True
+) -> list[Check]:
     """One row a seam, from a process that imports SGLang.
 
     Args:
+        patched: every patch is applied; if not, that is the first thing to mend, as other seams fail in its wake.
         command: prints a JSON list of seams (`name`, `kind`, `target`, `ok`, `detail`) as its last line.
         timeout_s: seconds after which it counts as failed.
     """
@@ -154,8 +158,8 @@ def check_seams(command: Sequence[str] = _SEAMS, timeout_s: float = PROBE_TIMEOU
             Check(
                 f"seam {seam['name']}",
                 "ok" if seam["ok"] else "missing",
-                str(seam["target"] if seam["ok"] else f"{seam['target']}: {seam['detail']}"),
-                "" if seam["ok"] else _reinstall() if seam["kind"] != "patch" else "trace-serve patch apply",
+                str(seam["target"] if seam["ok"] else f"{seam['target']}: {_first_line(seam['detail'])}"),
+                "" if seam["ok"] else _reinstall() if patched and seam["kind"] != "patch" else _APPLY,
             )
             for seam in seams
         ]
@@ -202,9 +206,11 @@ def check_open_files(limit: int | None = None) -> Check:
 
 def run_checks() -> list[Check]:
     """Every check, in the order in which faults are best mended. Takes as long as importing SGLang does."""
+    patches = check_patches()
+    patched = all(row.state == "ok" for row in patches)
     with ThreadPoolExecutor(max_workers=2) as pool:
-        seams, kernels = pool.submit(check_seams), pool.submit(check_kernels)
-        rows = [*_check_self(), *check_patches(), *check_entry_points(os.environ)]
+        seams, kernels = pool.submit(check_seams, patched=patched), pool.submit(check_kernels)
+        rows = [*_check_self(), *patches, *check_entry_points(os.environ)]
         rows += [check_disk(Path.cwd()), check_open_files()]
         return [*rows, *kernels.result(), *seams.result()]
 
@@ -222,7 +228,11 @@ def _check_self() -> list[Check]:
 
 def _reinstall() -> str:
     pin = read_pins().get("sglang", SpecifierSet())
-    return f"pip install --force-reinstall --no-deps 'sglang{pin}' && trace-serve patch apply"
+    return f"pip install --force-reinstall --no-deps 'sglang{pin}' && {_APPLY}"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
 
 
 def _probe(name: str, command: Sequence[str], timeout_s: float, rows: Callable[[Any], list[Check]]) -> list[Check]:
@@ -266,14 +276,15 @@ def _print_table(rows: list[Check]) -> None:
 def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
     """Check versions, patches, every seam, kernels and limits. Exit code 0 when nothing is missing, else 3."""
     rows = run_checks()
-    missing = [row.name for row in rows if row.state == "missing"]
+    missing = [row for row in rows if row.state == "missing"]
     if as_json:
         typer.echo(
             json.dumps({"schema_version": 1, "ok": not missing, "checks": [asdict(row) for row in rows]}, indent=2)
         )
     else:
         _print_table(rows)
-        typer.echo(
-            f"{len(missing)} of {len(rows)} checks failed: {', '.join(missing)}" if missing else "all checks passed"
-        )
+        if missing:
+            typer.echo(f"{len(missing)} of {len(rows)} checks failed. Start with: {missing[0].remedy}")
+        else:
+            typer.echo(f"all {len(rows)} checks passed")
     return EXIT_CONFIG if missing else 0

@@ -37,6 +37,15 @@ def test_each_seam_is_a_row_by_name() -> None:
     assert "--force-reinstall" in rows[2].remedy
 
 
+def test_a_seam_that_fails_while_a_patch_is_missing_is_mended_by_the_patch_first() -> None:
+    broken = {**SEAM, "ok": False, "detail": "ImportError: no library\n\nmany more lines"}
+
+    (row,) = doctor.check_seams(printing([broken]), patched=False)
+
+    assert row.remedy == "trace-serve patch apply"
+    assert row.detail == "sglang.x: ImportError: no library"
+
+
 @pytest.mark.parametrize(
     ("body", "detail"),
     [
@@ -148,7 +157,7 @@ def test_a_fault_anywhere_is_exit_code_3_and_json_says_which(
 
     monkeypatch.setattr(doctor, "run_checks", lambda: [good, warned])
     assert doctor.doctor_command(as_json=False) == 0
-    assert "all checks passed" in capsys.readouterr().out
+    assert "all 2 checks passed" in capsys.readouterr().out
 
     monkeypatch.setattr(doctor, "run_checks", lambda: [good, warned, bad])
     assert doctor.doctor_command(as_json=True) == EXIT_CONFIG
@@ -156,7 +165,9 @@ def test_a_fault_anywhere_is_exit_code_3_and_json_says_which(
     assert shown["ok"] is False
     assert shown["checks"][2] == {"name": "c", "state": "missing", "detail": "gone [markup]", "remedy": "apply"}
     assert doctor.doctor_command(as_json=False) == EXIT_CONFIG
-    assert "gone [markup]" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "gone [markup]" in printed
+    assert "1 of 3 checks failed. Start with: apply" in printed
 
 
 def test_the_installed_sglang_is_the_released_one_or_the_patched_one() -> None:
