@@ -8,7 +8,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
 
@@ -19,6 +18,9 @@ from eval_gate.report.terminal import print_verdict
 from eval_gate.run import ArmConfig, GateConfig, GateResult, run_gate
 from eval_gate.signing import authorize, generate_key, verify_verdict
 from trace_serve.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, TraceServeError
+
+UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""Base of the errors that the argument parser raises; where it lives depends on typer's version."""
 
 app = typer.Typer(
     name="eval-gate",
@@ -101,8 +103,12 @@ def run(
         resume=resume,
         reuse=tuple(reuse or ()),
     )
-    with live_progress(Console(stderr=True)) as on_progress:
-        result = run_gate(config, on_progress)
+    try:
+        with live_progress(Console(stderr=True)) as on_progress:
+            result = run_gate(config, on_progress)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: no verdict; the results so far are kept, continue with --resume", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     _show(result, as_json)
     raise typer.Exit(result.verdict.exit_code)
 
@@ -175,11 +181,12 @@ def main() -> None:
     """Entry point: every expected error is one line on stderr and an exit code."""
     try:
         code = app(standalone_mode=False)
-    except click.ClickException as exc:
-        print(f"error: {exc.format_message()}", file=sys.stderr)
+    except UsageError as exc:
+        message = " ".join(getattr(exc, "format_message", exc.__str__)().split())
+        if message:
+            print(f"error: {message}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
-    except (KeyboardInterrupt, click.Abort):
-        print("interrupted: no verdict; the results so far are kept, continue with --resume", file=sys.stderr)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(EXIT_INTERRUPTED)
     except TraceServeError as exc:
         print(f"error: {exc}", file=sys.stderr)

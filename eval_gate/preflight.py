@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from eval_gate.arms.evidence import ArmEvidence, EngineReport, LayerReport
 from eval_gate.arms.records import Role, SampleRecord
+from trace_serve.errors import RecipeError
 from trace_serve.recipe import Recipe
 
 
@@ -60,7 +61,10 @@ def _serving_faults(report: EngineReport, evidence: ArmEvidence) -> list[str]:
     faults = []
     if report.recipe_id is None or report.recipe is None:
         return ["the serving arm does not say which recipe it runs under"]
-    recipe = Recipe.from_dict(report.recipe)
+    try:
+        recipe = Recipe.from_dict(report.recipe)
+    except (RecipeError, TypeError) as exc:
+        return [f"the serving arm reports a recipe that is none: {exc}"]
     if recipe.recipe_id != report.recipe_id:
         faults.append(
             f"the serving arm's recipe hashes to {_short(recipe.recipe_id)}, but it states {_short(report.recipe_id)}"

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from scipy.stats import t as student_t
+from scipy.special import stdtrit
 
 from eval_gate.stats.table import Interval
 
@@ -24,7 +24,7 @@ class PairedEstimate:
         """D plus and minus t * SE, cut to [-1, 1]; NaN with fewer than two clusters."""
         if self.degrees_of_freedom < 1 or math.isnan(self.standard_error):
             return Interval(math.nan, math.nan)
-        quantile = float(student_t.ppf((1 + confidence) / 2, self.degrees_of_freedom))
+        quantile = float(stdtrit(self.degrees_of_freedom, (1 + confidence) / 2))
         reach = quantile * self.standard_error
         return Interval(max(-1.0, self.difference - reach), min(1.0, self.difference + reach))
 

@@ -7,9 +7,8 @@ All depend only on b (only A passes) and c (only B passes), and give p = 1 when 
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import NamedTuple
-
-from scipy.stats import binom
 
 
 class ChiSquare(NamedTuple):
@@ -32,16 +31,15 @@ def exact(b: int, c: int) -> float:
     """Conditional binomial p value, doubled one-sided, at most 1."""
     if b + c == 0:
         return 1.0
-    return min(1.0, 2 * float(binom.cdf(min(b, c), b + c, 0.5)))
+    return float(min(Fraction(1), 2 * _tail(min(b, c), b + c)))
 
 
 def mid_p(b: int, c: int) -> float:
     """The exact p value less the probability of the observed split."""
     if b + c == 0:
         return 1.0
-    if b == c:
-        return 1.0 - float(binom.pmf(b, b + c, 0.5))
-    return 2 * float(binom.cdf(min(b, c), b + c, 0.5)) - float(binom.pmf(min(b, c), b + c, 0.5))
+    observed = Fraction(math.comb(b + c, b), 2 ** (b + c))
+    return float(min(Fraction(1), 2 * _tail(min(b, c), b + c)) - observed) if b != c else float(1 - observed)
 
 
 def _chi_square(distance: float, discordant: int) -> ChiSquare:
@@ -49,3 +47,8 @@ def _chi_square(distance: float, discordant: int) -> ChiSquare:
         return ChiSquare(0.0, 1.0)
     statistic = distance * distance / discordant
     return ChiSquare(statistic, math.erfc(math.sqrt(statistic / 2)))
+
+
+def _tail(successes: int, trials: int) -> Fraction:
+    """P(X <= successes) of a fair binomial, exactly."""
+    return Fraction(sum(math.comb(trials, k) for k in range(successes + 1)), 2**trials)

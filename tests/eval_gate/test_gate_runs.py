@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from eval_gate.arms.records import Role, SampleRecord, read_results
+from eval_gate.cli import main
 from eval_gate.policy import GatePolicy
 from eval_gate.run import ArmConfig, GateConfig, GateResult, Progress, run_gate
 from eval_gate.signing import generate_key, verify_verdict
@@ -22,6 +22,7 @@ from eval_gate.stats.rule import Outcome
 from trace_serve.errors import ConfigError
 
 Reports = Callable[..., dict[str, Any]]
+Call = Callable[..., tuple[int, str, str]]
 
 
 class Arms:
@@ -60,10 +61,24 @@ class Arms:
 
     def cli(self, *extra: str) -> list[str]:
         return [
-            *(sys.executable, "-m", "eval_gate.cli", "run", "--training", self.training.url),
+            *("run", "--training", self.training.url),
             *("--serving", self.serving.url, "--queries", str(self.queries)),
             *("--out", str(self.tmp_path / "out"), *extra),
         ]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Runs the command line in this process: exit code, stdout, stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["eval-gate", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return run
 
 
 @pytest.fixture
@@ -165,7 +180,8 @@ def test_answers_of_an_unidentified_endpoint_are_never_taken_from_another_run(ar
 
 def test_an_interrupted_run_leaves_no_verdict_and_is_resumed(arms: Arms, tmp_path: Path) -> None:
     arms.training.delay_s = arms.serving.delay_s = 0.1
-    process = subprocess.Popen(arms.cli("--concurrency", "4"), stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "eval_gate.cli", *arms.cli("--concurrency", "4")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     results = tmp_path / "out" / "results.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and (not results.exists() or results.read_text().count("\n") < 10):
@@ -203,41 +219,34 @@ def test_an_interrupted_run_leaves_no_verdict_and_is_resumed(arms: Arms, tmp_pat
     ],
 )
 def test_bad_input_is_one_line_exit_code_3_and_writes_nothing(
-    arms: Arms, tmp_path: Path, extra: tuple[str, ...], message: str
+    arms: Arms, tmp_path: Path, call: Call, extra: tuple[str, ...], message: str
 ) -> None:
-    done = subprocess.run(arms.cli(*extra), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 3
-    assert done.stderr.startswith("error: ")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert "secret@" not in done.stderr
+    code, _, errors = call(*arms.cli(*extra))
+    assert code == 3
+    assert errors.startswith("error: ")
+    assert message in errors
+    assert errors.count("\n") == 1
+    assert "secret@" not in errors
     assert not (tmp_path / "out" / "results.jsonl").exists()
     assert arms.training.prompts == []
 
 
-def test_an_unreachable_arm_is_infrastructure(arms: Arms) -> None:
-    done = subprocess.run(
-        arms.cli("--serving", "http://127.0.0.1:9"), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 4
-    assert "is the server running" in done.stderr
+def test_an_unreachable_arm_is_infrastructure(arms: Arms, call: Call) -> None:
+    code, _, errors = call(*arms.cli("--serving", "http://127.0.0.1:9"))
+    assert code == 4
+    assert "is the server running" in errors
 
 
-def test_the_commands_work_together(arms: Arms, tmp_path: Path) -> None:
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "eval_gate.cli", *arguments]
-        environment = os.environ | {"GATE_KEY": "k"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
-
-    assert call("keygen", str(tmp_path / "gate.pem")).returncode == 0
-    run = call(*arms.cli("--key", str(tmp_path / "gate.pem"), "--json", "--serving-key-env", "GATE_KEY")[3:])
-    assert run.returncode == 0
-    assert json.loads(run.stdout)["outcome"] == "PASS"
+def test_the_commands_work_together(arms: Arms, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATE_KEY", "k")
+    key, envelope = tmp_path / "gate.pem", tmp_path / "out" / "verdict.dsse.json"
+    assert call("keygen", str(key))[0] == 0
+    code, out, _ = call(*arms.cli("--key", str(key), "--json", "--serving-key-env", "GATE_KEY"))
+    assert (code, json.loads(out)["outcome"]) == (0, "PASS")
     assert arms.serving.authorizations[-1] == "Bearer k"
-    envelope = str(tmp_path / "out" / "verdict.dsse.json")
-    verified = call("verify", envelope, "--public-key", str(tmp_path / "gate.pem.pub"))
-    assert verified.returncode == 0
-    assert verified.stdout.startswith("signature valid: PASS")
-    (tmp_path / "out" / "verdict.dsse.json").write_text("{}")
-    refused = call("verify", envelope, "--public-key", str(tmp_path / "gate.pem.pub"))
-    assert (refused.returncode, refused.stderr.count("\n")) == (3, 1)
+    code, out, _ = call("verify", str(envelope), "--public-key", f"{key}.pub")
+    assert code == 0
+    assert out.startswith("signature valid: PASS")
+    envelope.write_text("{}")
+    code, _, errors = call("verify", str(envelope), "--public-key", f"{key}.pub")
+    assert (code, errors.count("\n")) == (3, 1)
