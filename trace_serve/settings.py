@@ -50,12 +50,27 @@ class Settings(BaseSettings):
     heartbeat_misses: int = Field(
         3, ge=1, le=100, description="unanswered heartbeats in a row before the engine is killed; one stops readiness"
     )
+    heartbeat_stale_s: float = Field(
+        5.0, gt=0, le=3600, description="readiness stops while the scheduler's last sign of life is older than this"
+    )
+    engine_stall_limit_s: float = Field(
+        20.0,
+        gt=0,
+        le=3600,
+        description="the engine is killed when the scheduler's last sign of life is older than this",
+    )
     engine_start_timeout_s: float = Field(900.0, gt=0, le=86400)
     engine_stop_timeout_s: float = Field(10.0, gt=0, le=600)
     restart_backoff_s: float = Field(1.0, gt=0, le=60, description="wait before the first restart; doubles each time")
     restart_backoff_max_s: float = Field(30.0, gt=0, le=3600)
     max_restarts: int = Field(5, ge=0, le=1000, description="failed starts in a row before the server gives up")
     restart_reset_s: float = Field(300.0, gt=0, le=86400, description="an engine up this long clears the restart count")
+
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the engine runs")
+    context_length: int | None = Field(None, ge=16, le=1 << 24, description="tokens; default is the model's own")
+    max_total_tokens: int = Field(16384, ge=256, le=1 << 30, description="size of the KV pool in tokens")
+    max_running_requests: int = Field(32, ge=1, le=65536, description="requests decoded together")
+    chunked_prefill_size: int = Field(2048, ge=16, le=1 << 20, description="tokens a prefill pass")
 
     drain_s: float = Field(25.0, ge=0, le=3600, description="after SIGTERM, how long running requests may finish")
     exit_with_parent: bool = Field(False, description="stop when the process that started the server is gone")

@@ -112,7 +112,7 @@ def create_app(
 
     @app.get("/health/ready")
     async def ready() -> Response:
-        engine = front.engine_in_service()
+        engine = front.engine_without_doubt()
         return _json({"status": "ready", "policy": authorization.label, "context_length": engine.limits.context_length})
 
     @app.get("/metrics")

@@ -128,6 +128,16 @@ class FrontEnd:
             raise unavailable(f"not ready: {self.supervisor.reason}", code="not_ready", retry_after_s=5.0)
         return engine
 
+    def engine_without_doubt(self) -> EngineView:
+        """As `engine_in_service`, and the scheduler has shown life in the last seconds; this is readiness.
+
+        A busy scheduler may be silent during a long prefill: it is sent no new traffic, but what comes is taken.
+        """
+        engine = self.engine_in_service()
+        if self.supervisor.doubt is not None:
+            raise unavailable(f"not ready: {self.supervisor.doubt}", code="not_ready", retry_after_s=5.0)
+        return engine
+
     def authenticate(self, request: Request) -> str:
         """Checks the API key and returns the name under which this client's requests are counted.
 
@@ -163,7 +173,7 @@ class FrontEnd:
         metrics.engine_waiting.set(waiting)
         metrics.in_flight.set(self.admission.in_flight)
         metrics.queued.set(self.admission.queued)
-        metrics.ready.set(float(engine is not None and not self._draining))
+        metrics.ready.set(float(engine is not None and supervisor.doubt is None and not self._draining))
         metrics.restarts.set(supervisor.restarts)
         self.authorization.describe(metrics.policy)
         return metrics.render()

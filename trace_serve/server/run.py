@@ -57,7 +57,16 @@ def engine_factory(path: Path, settings: Settings, authorization: Authorization)
     from trace_serve.engine.launch import EngineConfig, EngineProcess
 
     config = EngineConfig(
-        model=path, recipe=authorization.recipe, hint_dir=settings.hint_dir, log_path=settings.engine_log
+        model=path,
+        recipe=authorization.recipe,
+        hint_dir=settings.hint_dir,
+        log_path=settings.engine_log,
+        max_total_tokens=settings.max_total_tokens,
+        max_running_requests=settings.max_running_requests,
+        chunked_prefill_size=settings.chunked_prefill_size,
+        context_length=settings.context_length,
+        stall_limit_s=settings.engine_stall_limit_s,
+        device=settings.device,
     )
     return lambda: EngineProcess(config)
 

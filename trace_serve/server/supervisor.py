@@ -76,6 +76,7 @@ class Supervisor:
         self._engine: EngineLike | None = None
         self._view: EngineView | None = None
         self._answers = False
+        self._stale_s: float | None = None
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
         self.reason = "the engine is starting"
@@ -85,6 +86,13 @@ class Supervisor:
     def engine(self) -> EngineView | None:
         """The engine in service, or None while there is none that answers its heartbeat."""
         return self._view if self._answers else None
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the engine in service should get no new traffic, although it may only be busy; None when all is well."""
+        if self._stale_s is None:
+            return None
+        return f"the engine's scheduler gave its last sign of life {self._stale_s:.1f} s ago"
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -171,8 +179,10 @@ class Supervisor:
             return f"no answer in {timeout_s:g} s"
         except (aiohttp.ClientError, ValueError) as exc:
             return str(exc) or type(exc).__name__
+        age = beat.get("age_s")
+        silent_s = float(age) if isinstance(age, int | float) else 0.0
+        self._stale_s = silent_s if silent_s > self._settings.heartbeat_stale_s else None
         if beat.get("alive") is not True:
-            age = beat.get("age_s")
             return EngineError(f"the engine's scheduler shows no sign of life (last one {age} s ago)")
         return None
 
@@ -180,6 +190,7 @@ class Supervisor:
         had_view = self._view is not None
         self._view = None
         self._answers = False
+        self._stale_s = None
         self.reason = reason
         if had_view:
             self._on_lost(reason)

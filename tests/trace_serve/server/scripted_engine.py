@@ -43,6 +43,7 @@ class Upstream:
         self.aborted: list[str] = []
         self.running = 0
         self.alive = True
+        self.age_s = 0.1
         self.heartbeat_delay = 0.0
 
     def app(self) -> web.Application:
@@ -66,7 +67,7 @@ class Upstream:
 
     async def heartbeat(self, _: web.Request) -> web.Response:
         await asyncio.sleep(self.heartbeat_delay)
-        return web.json_response({"age_s": 0.1 if self.alive else 99.0, "limit_s": 20.0, "alive": self.alive})
+        return web.json_response({"age_s": self.age_s, "limit_s": 20.0, "alive": self.alive})
 
     async def get_report(self, _: web.Request) -> web.Response:
         return web.json_response(self.report)
@@ -80,6 +81,7 @@ class Upstream:
     async def set_health(self, request: web.Request) -> web.Response:
         wanted = await request.json()
         self.alive = wanted.get("alive", self.alive)
+        self.age_s = wanted.get("age_s", self.age_s)
         self.heartbeat_delay = wanted.get("heartbeat_delay", self.heartbeat_delay)
         return web.json_response({})
 

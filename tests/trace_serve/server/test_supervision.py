@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,21 @@ def assert_both_failed(answers: dict[bool, httpx.Response]) -> None:
     assert '"abort"' not in answers[True].text
 
 
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A front-end whose engine may be harmed; each test leaves it with a healthy one."""
+    with Running(tmp_path_factory.mktemp("watched"), heartbeat_misses=5) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A front-end with two places, a queue of one, and one request a key."""
+    limits = {"max_in_flight": 2, "max_queue": 1, "max_per_key": 1, "client_stall_s": 0.5}
+    with Running(tmp_path_factory.mktemp("narrow"), **limits) as running:
+        yield running
+
+
 def kill(running: Running) -> None:
     os.kill(running.engine()["pid"], signal.SIGKILL)
 
@@ -81,33 +96,42 @@ def silence_scheduler(running: Running) -> None:
 
 @pytest.mark.parametrize("harm", [kill, freeze, silence_scheduler])
 def test_a_lost_engine_is_noticed_its_requests_fail_and_it_is_replaced(
-    tmp_path: Path, harm: Callable[[Running], None]
+    watched: Running, harm: Callable[[Running], None]
 ) -> None:
-    with Running(tmp_path) as running:
-        background = Background(running)
-        old = running.engine()["pid"]
-        harm(running)
-        assert seconds_until(lambda: not ready(running), 5) < 5
-        refused = httpx.post(running.url + CHAT, json={"messages": [{"role": "user", "content": "hi"}]})
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-        assert httpx.get(running.url + "/health/live").status_code == 200
-        assert_both_failed(background.join())
-        seconds_until(lambda: ready(running), 10)
-        assert running.engine()["pid"] != old
-        assert not Path(f"/proc/{old}").exists()
-        body = {"messages": [{"role": "user", "content": "tokens=1"}]}
-        assert httpx.post(running.url + CHAT, json=body).status_code == 200
-        assert "trace_serve_engine_restarts 1.0" in httpx.get(running.url + "/metrics").text
+    background = Background(watched)
+    old, restarts = watched.engine()["pid"], gauge(watched, "engine_restarts")
+    harm(watched)
+    assert seconds_until(lambda: not ready(watched), 5) < 5
+    refused = httpx.post(watched.url + CHAT, json={"messages": [{"role": "user", "content": "hi"}]})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    assert httpx.get(watched.url + "/health/live").status_code == 200
+    assert_both_failed(background.join())
+    seconds_until(lambda: ready(watched), 15)
+    assert watched.engine()["pid"] != old
+    assert not Path(f"/proc/{old}").exists()
+    body = {"messages": [{"role": "user", "content": "tokens=1"}]}
+    assert httpx.post(watched.url + CHAT, json=body).status_code == 200
+    assert gauge(watched, "engine_restarts") == restarts + 1
 
 
-def test_one_missed_heartbeat_stops_readiness_but_not_the_engine(tmp_path: Path) -> None:
-    with Running(tmp_path, heartbeat_misses=50) as running:
-        old = running.engine()["pid"]
-        running.set_health(heartbeat_delay=1.0)
-        seconds_until(lambda: not ready(running), 3)
-        running.set_health(heartbeat_delay=0.0)
-        seconds_until(lambda: ready(running), 3)
-        assert running.engine()["pid"] == old
+def test_one_missed_heartbeat_stops_readiness_but_not_the_engine(watched: Running) -> None:
+    old = watched.engine()["pid"]
+    watched.set_health(heartbeat_delay=1.0)
+    seconds_until(lambda: not ready(watched), 3)
+    watched.set_health(heartbeat_delay=0.0)
+    seconds_until(lambda: ready(watched), 3)
+    assert watched.engine()["pid"] == old
+
+
+def test_a_scheduler_that_is_silent_for_seconds_is_not_ready_but_keeps_its_requests(watched: Running) -> None:
+    old = watched.engine()["pid"]
+    watched.set_health(age_s=6.0)
+    seconds_until(lambda: not ready(watched), 3)
+    body = {"messages": [{"role": "user", "content": "tokens=1"}]}
+    assert httpx.post(watched.url + CHAT, json=body).status_code == 200
+    watched.set_health(age_s=0.1)
+    seconds_until(lambda: ready(watched), 3)
+    assert watched.engine()["pid"] == old
 
 
 def test_an_engine_that_cannot_be_restarted_ends_the_server(tmp_path: Path) -> None:
@@ -170,48 +194,46 @@ def test_sigterm_while_the_engine_starts_ends_both(tmp_path: Path) -> None:
     assert not Path(f"/proc/{running.engine()['pid']}").exists()
 
 
-def test_a_full_server_queues_then_refuses_with_retry_after(tmp_path: Path) -> None:
-    with Running(tmp_path, max_in_flight=1, max_queue=1) as running:
-        body = {"messages": [{"role": "user", "content": "tokens=20 delay=0.05"}]}
-        codes: list[int] = []
-        threads = [
-            threading.Thread(target=lambda: codes.append(httpx.post(running.url + CHAT, json=body).status_code))
-            for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        seconds_until(lambda: gauge(running, "queued_requests") == 1 and gauge(running, "in_flight_requests") == 1, 5)
-        refused = httpx.post(running.url + CHAT, json=body)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
-        assert int(refused.headers["retry-after"]) >= 1
-        for thread in threads:
-            thread.join(10)
-        assert codes == [200, 200]
-        assert gauge(running, "in_flight_requests") == 0
+def test_a_full_server_queues_then_refuses_with_retry_after(narrow: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "tokens=30 delay=0.05"}]}
+    codes: list[int] = []
+
+    def ask(key: str) -> httpx.Response:
+        return httpx.post(narrow.url + CHAT, json=body, headers={"authorization": f"Bearer {key}"}, timeout=20)
+
+    threads = [threading.Thread(target=lambda key=key: codes.append(ask(key).status_code)) for key in "abc"]
+    for thread in threads:
+        thread.start()
+    seconds_until(lambda: gauge(narrow, "queued_requests") == 1 and gauge(narrow, "in_flight_requests") == 2, 5)
+    refused = ask("d")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+    assert int(refused.headers["retry-after"]) >= 1
+    for thread in threads:
+        thread.join(20)
+    assert codes == [200, 200, 200]
+    assert gauge(narrow, "in_flight_requests") == 0
 
 
-def test_one_key_is_limited_with_429(tmp_path: Path) -> None:
-    with Running(tmp_path, max_per_key=1) as running, httpx.Client(base_url=running.url) as client:
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": "tokens=50 delay=0.05"}], "stream": True}
-        with client.stream("POST", CHAT, json=body, headers={"authorization": "Bearer one"}):
-            refused = client.post(CHAT, json=body, headers={"authorization": "Bearer one"})
-            body["messages"][0]["content"] = "tokens=1"
-            other = client.post(CHAT, json=body, headers={"authorization": "Bearer two"})
-        assert (refused.status_code, other.status_code) == (429, 200)
-        assert int(refused.headers["retry-after"]) >= 1
+def test_one_key_is_limited_with_429(narrow: Running) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "tokens=50 delay=0.05"}], "stream": True}
+    short = {"messages": [{"role": "user", "content": "tokens=1"}]}
+    one, two = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
+    with httpx.Client(base_url=narrow.url) as client, client.stream("POST", CHAT, json=body, headers=one):
+        refused = client.post(CHAT, json=short, headers=one)
+        other = client.post(CHAT, json=short, headers=two)
+    assert (refused.status_code, other.status_code) == (429, 200)
+    assert int(refused.headers["retry-after"]) >= 1
 
 
-def test_a_client_that_reads_nothing_is_dropped(tmp_path: Path) -> None:
-    with Running(tmp_path, client_stall_s=0.5) as running:
-        body = {"messages": [{"role": "user", "content": "tokens=200000"}], "stream": True}
-        timeout = httpx.Timeout(10)
-        with (
-            contextlib.suppress(httpx.TransportError),
-            httpx.stream("POST", running.url + CHAT, json=body, timeout=timeout) as answer,
-        ):
-            assert answer.status_code == 200
-            seconds_until(lambda: running.seen()["running"] == 0, 8)
-        assert gauge(running, "in_flight_requests") == 0
+def test_a_client_that_reads_nothing_is_dropped(narrow: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "tokens=200000"}], "stream": True}
+    with (
+        contextlib.suppress(httpx.TransportError),
+        httpx.stream("POST", narrow.url + CHAT, json=body, timeout=20) as answer,
+    ):
+        assert answer.status_code == 200
+        seconds_until(lambda: narrow.seen()["running"] == 0, 10)
+    assert gauge(narrow, "in_flight_requests") == 0
 
 
 def gauge(running: Running, name: str) -> float:
