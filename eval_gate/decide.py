@@ -199,8 +199,9 @@ def _suite_cause(policy: GatePolicy, suite: SuiteResult) -> Cause:
     found = suite.comparison
     if found.gap is None or found.lower is None or found.upper is None:
         return _inconclusive("unscored", f"suite {suite.suite}: no interval; too few scored queries ({found.scored})")
-    where = f"suite {suite.suite}: gap {_points(found.gap)} [{_points(found.lower)}, {_points(found.upper)}]"
-    margin = _points(policy.margin)
+    bounds = f"[{_points(found.lower)}, {_points(found.upper)}]"
+    where = f"suite {suite.suite}: gap {_points(found.gap)} points, interval {bounds}"
+    margin = f"{100 * policy.margin:g} points"
     if policy.rule == "point":
         over = suite.outcome is Outcome.BLOCK
         message = f"{where}; the measured gap {'exceeds' if over else 'does not exceed'} {margin} (plain rule)"
@@ -245,7 +246,7 @@ def _percent(share: float) -> str:
 
 
 def _points(gap: float) -> str:
-    return f"{100 * gap:+.1f} points"
+    return f"{100 * gap:+.1f}"
 
 
 def tool_versions() -> dict[str, str]:

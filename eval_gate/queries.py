@@ -75,6 +75,8 @@ class Query(BaseModel):
         if self.checker.type == "regex":
             return f"/{self.checker.pattern}/"
         expected = self.checker.expected
+        if isinstance(expected, float):
+            return f"{expected:.12g}"
         return expected if isinstance(expected, str) else json.dumps(expected)
 
 

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def running(
-    directory: Path, recipe: Recipe | None, endpoint: Endpoint, startup_timeout_s: float, log: Path
+    directory: Path,
+    recipe: Recipe | None,
+    digest: str | None,
+    endpoint: Endpoint,
+    startup_timeout_s: float,
+    log: Path,
 ) -> AsyncIterator[Endpoint]:
     """Yields the endpoint of an engine that serves `directory` under `recipe` (None = BF16), and stops it afterwards.
 
@@ -26,7 +31,7 @@ async def running(
     """
     from trace_serve.engine.launch import EngineConfig, EngineProcess
 
-    process = EngineProcess(EngineConfig(model=directory, recipe=recipe))
+    process = EngineProcess(EngineConfig(model=directory, recipe=recipe, policy_digest=digest, log_path=log))
     try:
         await asyncio.to_thread(process.start)
         await asyncio.to_thread(process.wait_ready, startup_timeout_s)

@@ -42,7 +42,9 @@ class ArmSource:
         if self.directory is None:
             yield self.endpoint
             return
-        async with engine.running(self.directory, self.recipe, self.endpoint, startup_timeout_s, log) as endpoint:
+        async with engine.running(
+            self.directory, self.recipe, self.evidence.artifact_digest, self.endpoint, startup_timeout_s, log
+        ) as endpoint:
             yield endpoint
 
 
@@ -65,13 +67,13 @@ def resolve(role: Role, spec: str, endpoint: Endpoint) -> ArmSource:
         )
     from trace_serve.policy.digest import digest_directory
 
-    digest = digest_directory(directory)
     if not (directory / "policy.json").exists():
         if role is Role.SERVING:
             raise PolicyError(
                 f"--serving {spec!r}: no policy.json there; build a policy with `trace-serve policy build`",
                 field=role,
             )
+        digest = digest_directory(directory)
         evidence = ArmEvidence(source=spec, artifact_digest=digest, base_digest=digest)
         return ArmSource(role, directory, endpoint, None, evidence)
     from trace_serve.policy.manifest import load_policy
@@ -80,7 +82,7 @@ def resolve(role: Role, spec: str, endpoint: Endpoint) -> ArmSource:
     serving = role is Role.SERVING
     evidence = ArmEvidence(
         source=spec,
-        artifact_digest=digest,
+        artifact_digest=policy.digest,
         base_digest=policy.base_digest,
         recipe_id=policy.recipe_id if serving else None,
         policy_name=policy.name,

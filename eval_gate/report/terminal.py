@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.panel import Panel
@@ -53,11 +54,13 @@ def _numbers(verdict: Verdict) -> Table:
 
 def _kinds(verdict: Verdict) -> Table:
     table = Table(
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
         caption=f"gap in points, positive = lost; {verdict.method}; margin {100 * verdict.policy.margin:g}",
         caption_justify="left",
     )
     for column in ("kind", "queries", "training", "serving", "gap", "interval", "lost", "gained"):
-        table.add_column(column, justify="left" if column == "kind" else "right")
+        table.add_column(column, justify="left" if column == "kind" else "right", no_wrap=column != "kind")
     rows = [*verdict.kinds.items(), ("all", verdict.overall)]
     for name, found in rows:
         table.add_row(

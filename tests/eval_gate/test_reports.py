@@ -72,7 +72,7 @@ def test_the_page_is_well_formed_self_contained_and_escaped(make_verdict: Callab
     assert "<mark>" in page
 
 
-def test_hostile_answers_do_not_reach_terminal_or_markdown_as_control(make_verdict: Callable[..., Verdict]) -> None:
+def test_hostile_answers_reach_the_terminal_as_text_not_as_control(make_verdict: Callable[..., Verdict]) -> None:
     verdict = make_verdict(match=100, lost=20, answer=HOSTILE)
     assert "\x1b" not in printed(verdict)
     assert "[bold]" in printed(verdict)
