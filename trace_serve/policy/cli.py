@@ -20,13 +20,14 @@ app = typer.Typer(no_args_is_help=True, help="Build and inspect policy directori
 def build(
     source: Annotated[Path, typer.Argument(help="Hugging Face model directory.")],
     out: Annotated[Path, typer.Option(help="Policy directory to create.")],
-    name: Annotated[str, typer.Option(help="Name under which the policy is served.")],
+    name: Annotated[str | None, typer.Option(help="Name under which it is served; default: that of --out.")] = None,
     version: Annotated[str, typer.Option(help="Version of this policy.")] = "1",
     recipe: Annotated[str, typer.Option(help="Preset name or recipe JSON file.")] = "default",
     source_run: Annotated[str | None, typer.Option(help="Training run that produced the weights.")] = None,
 ) -> None:
     """Make a policy directory from a model directory and a recipe."""
-    policy = build_policy(source, out, name=name, version=version, recipe=load_recipe(recipe), source_run=source_run)
+    label = name or out.resolve().name
+    policy = build_policy(source, out, name=label, version=version, recipe=load_recipe(recipe), source_run=source_run)
     Console().print(f"{policy.path}: {policy.name} {policy.version} {policy.digest}", soft_wrap=True)
 
 
