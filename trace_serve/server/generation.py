@@ -46,10 +46,14 @@ class GenerationRoute:
             return await self._answer(request, rid, headers, record)
         except ApiError as error:
             record.finish(error.status, error.code or "invalid_request", None)
+            headers.pop("x-trace-rollout", None)
             return error.response(headers)
         except (ClientGoneError, ClientDisconnect):
             record.finish(CLIENT_GONE_STATUS, "client_gone", None)
             return Response(status_code=CLIENT_GONE_STATUS)
+        except Exception:
+            record.finish(500, "internal_error", None)
+            raise
 
     async def _answer(self, request: Request, rid: str, headers: dict[str, str], record: _Record) -> Response:
         front = self._front

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,9 @@ from trace_serve.server.admission import Admission
 from trace_serve.server.errors import ApiError, unavailable
 
 
-def admission(**changes: object) -> Admission:
-    options: dict[str, object] = {"max_in_flight": 1, "max_queue": 2, "max_per_key": None, "queue_timeout_s": 5.0}
-    return Admission(**{**options, **changes})  # type: ignore[arg-type]
+def admission(**changes: Any) -> Admission:
+    options: dict[str, Any] = {"max_in_flight": 1, "max_queue": 2, "max_per_key": None, "queue_timeout_s": 5.0}
+    return Admission(**{**options, **changes})
 
 
 async def settle() -> None:
