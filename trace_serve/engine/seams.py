@@ -94,6 +94,21 @@ def _flush_patched() -> str | None:
     return None if "flush_cache" in source else "not patched; run `trace-serve patch apply`"
 
 
+def _stream_logprobs_patched() -> str | None:
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+
+    source = "".join(inspect.getsource(OpenAIServingChat).split())
+    found = "ifremaining_logprobsisnotNone:" in source
+    return None if found else "not patched; run `trace-serve patch apply`"
+
+
+def _host_memory_patched() -> str | None:
+    from sglang.srt.mem_cache.pool_host.common import alloc_with_host_register
+
+    found = "torch.cuda.is_available()" in inspect.getsource(alloc_with_host_register)
+    return None if found else "not patched; run `trace-serve patch apply`"
+
+
 def _tied_patched(module: str, attribute: str) -> Callable[[], str | None]:
     def check() -> str | None:
         source = inspect.getsource(getattr(pkgutil.resolve_name(module), attribute))
@@ -110,6 +125,18 @@ _PATCHES: tuple[tuple[str, str, Callable[[], str | None], str], ...] = (
         "sglang/srt/managers/scheduler_components/weight_updater.py",
         _flush_patched,
         "KV of old weights serves new ones",
+    ),
+    (
+        "host-memory",
+        "sglang/srt/mem_cache/pool_host/common.py",
+        _host_memory_patched,
+        "the CPU engine dies when routed experts are returned",
+    ),
+    (
+        "stream-logprobs",
+        "sglang/srt/entrypoints/openai/serving_chat.py",
+        _stream_logprobs_patched,
+        "a stream lacks log-probabilities of its tokens",
     ),
     (
         "tied-embeddings-mixtral",
