@@ -162,7 +162,7 @@ def test_a_changed_recipe_needs_its_own_id(model, tmp_path):
     (out / "policy.json").write_text(json.dumps(raw))
     with pytest.raises(PolicyError, match="recipe_id"):
         load_policy(out)
-    raw["recipe"]["ties"] = "up"
+    raw["recipe"]["ties"] = "odd"
     (out / "policy.json").write_text(json.dumps(raw))
     with pytest.raises(RecipeError, match="ties"):
         load_policy(out)
