@@ -22,9 +22,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from trace_serve.errors import EXIT_INFRASTRUCTURE, ConfigError, PatchError, TraceServeError
-from trace_serve.recipe import PRESETS
+from trace_serve.recipe import PRESETS, Recipe
 
 DEFAULT, MILD = "default", "mild"
+RECIPES = {
+    DEFAULT: PRESETS["default"],
+    MILD: Recipe(experts="bf16", kv="nvfp4", kv_layers=(26, 27, 28, 29), k_rotation=64),
+}
+"""`mild` was chosen on the suite `support-dev`, not on the one the gate uses: of eleven milder recipes it was the one whose
+upper bound of the loss lay furthest below the margin (docs/sample-recipes.md)."""
 QUESTION = "What is the capital of France?"
 CONCURRENCY = 24
 
@@ -148,7 +154,7 @@ def _build(layout: Layout, steps: Steps) -> None:
         for preset in (DEFAULT, MILD):
             note(preset)
             build_policy(
-                layout.model, layout.policy(preset), name=f"sample-{preset}", version="1", recipe=PRESETS[preset]
+                layout.model, layout.policy(preset), name=f"sample-{preset}", version="1", recipe=RECIPES[preset]
             )
 
 
