@@ -73,7 +73,7 @@ def test_shipped_suites_are_what_the_generator_writes(which: int, name: str) -> 
     text = suites.path(name).read_text(encoding="utf-8")
     assert text == generate.dump(generate.build(name, which, generate.DEFAULT_SEED))
     loaded = load_queries(suites.path(name)).queries
-    assert len(loaded) == 240
+    assert len(loaded) == sum(generate.COUNTS.values()) == 400
     assert {query.kind for query in loaded} == {"routing", "extraction", "arithmetic", "facts", "sentiment"}
     assert all(8 <= query.max_tokens <= 24 for query in loaded)
 
