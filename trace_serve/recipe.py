@@ -37,7 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kv_scale_formula": SCALE_FORMULAS,
     "reciprocal": ("exact", "divide"),
     "ties": ("even", "up"),
-    "zero_block": ("zero", "one", "min_subnormal"),
+    "zero_block": ("zero", "one", "min_subnormal", "saturate"),
     "gate_up_scale": ("shared", "split"),
     "weight_tiles": ("1x16", "16x16"),
     "four_over_six": ("off", "weights", "experts"),
@@ -77,7 +77,8 @@ class Recipe:
         experts_in_global_scale: static g of the first product's input: one for every layer, or one a layer.
         experts_mid_global_scale: static g of the second product's input, likewise.
         weight_global_scale: `pow2_per_expert`: g = 2^ceil(log2(amax / M)) over one expert's matrix · `per_expert`:
-            g = amax / M, then quantized with S = 1/g and 1/S, as SGLang's online NVFP4 loader does.
+            g = amax / M, then quantized with S = 1/g and 1/S for g, as SGLang's online NVFP4 loader does; with
+            `amax_over_six_g`, which needs no S, with g itself, as ModelOpt does.
         gate_up_scale: gate and up projections share one global scale, or have one each (`split`).
         weight_tiles: weights that share a block scale: 16 along the reduction dimension, or a square of 16 x 16.
         kv_global_scale: `pow2_static`: one constant, 2 ** kv_global_scale_log2, for every K and V · `static`: the
@@ -92,8 +93,10 @@ class Recipe:
         kv_scale_formula: the same for K and V.
         reciprocal: `exact`: values are multiplied by 1 / (block scale * g) · `divide`: divided by block scale * g.
         ties: E2M1 ties go to the `even` code, as the hardware conversion does, or `up` to the larger magnitude.
-        zero_block: what a block whose scale rounds to zero gets: `zero`: scale byte 0 and codes 0 · `one`: scale 1.0 ·
-            `min_subnormal`: scale 2^-9.
+        zero_block: what a block whose scale rounds to zero gets: `zero`: scale byte 0 and codes 0 · `min_subnormal`:
+            scale 2^-9 · `one`: scale 1.0 if it was zero before rounding too, else 2^-9, as ModelOpt · `saturate`: scale
+            byte 0 and codes of x * largest fp32, as FlashInfer's kernels leave them (they read back as zero, but have
+            hint bits).
         global_scale_max: largest block scale the global scales of activations and weights aim at: 448, or 256.
         four_over_six: whether `weights`, or weights and activations (`experts`), choose per block between the scale s
             that maps the maximum to 6 and 1.5 * s, which maps it to 4: the one with the smaller sum over the block, in
@@ -185,6 +188,8 @@ class Recipe:
             yield "four_over_six", "there are no quantized experts to choose scales for; choose off, w4a4 or w4a16"
         if self.four_over_six == "experts" and self.experts != "w4a4":
             yield "four_over_six", "activations are not quantized; choose weights, or experts 'w4a4'"
+        if self.zero_block == "saturate" and self.reciprocal == "divide":
+            yield "zero_block", "'saturate' is defined by a reciprocal; choose another, or reciprocal 'exact'"
         if self.weight_tiles != "1x16" and self.experts == "bf16":
             yield "weight_tiles", "there are no quantized weights; choose 1x16, w4a4 or w4a16"
         if self.weight_tiles != "1x16" and self.four_over_six != "off":
@@ -328,6 +333,7 @@ PRESETS: dict[str, Recipe] = {
         weight_scale_formula="amax_over_six",
         four_over_six="weights",
         kv_scale_formula="s_times_amax_sixth",
+        zero_block="saturate",
     ),
     "paper": Recipe(activation_global_scale="per_token", weight_global_scale="per_expert"),
 }

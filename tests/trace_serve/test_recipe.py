@@ -102,6 +102,7 @@ def test_every_choice_is_part_of_the_id():
         ({"experts": "w4a16", "four_over_six": "experts"}, "four_over_six"),
         ({"experts": "bf16", "weight_tiles": "16x16"}, "weight_tiles"),
         ({"four_over_six": "weights", "weight_tiles": "16x16"}, "weight_tiles"),
+        ({"zero_block": "saturate", "reciprocal": "divide"}, "zero_block"),
         ({"activation_global_scale": "per_tensor_static"}, "experts_in_global_scale"),
         ({"experts_mid_global_scale": [1.0]}, "experts_mid_global_scale"),
         ({"kv_global_scale": "static", "k_global_scale": [1.0]}, "v_global_scale"),

@@ -7,6 +7,7 @@ sign. Neighbouring magnitudes always differ in the lowest bit, which is what a r
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,21 +21,28 @@ def _values(device: torch.device) -> Tensor:
     return torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float32, device=device)
 
 
-def encode(u: Tensor) -> Tensor:
-    """Rounds to the nearest E2M1 value, ties to the even code, saturating at 6.
+@cache
+def _midpoints(device: torch.device) -> Tensor:
+    return torch.tensor([(a + b) / 2 for a, b in pairwise(MAGNITUDES)], dtype=torch.float32, device=device)
 
-    The same as `cvt.rn.satfinite.e2m1x2.f32`: the sign is kept even where the magnitude rounds to zero.
+
+def encode(u: Tensor, ties: str = "even") -> Tensor:
+    """Rounds to the nearest E2M1 value, saturating at 6; the sign is kept even where the magnitude rounds to zero.
 
     Args:
         u: fp32, any shape, no NaN (the caller masks non-finite blocks).
+        ties: `even`: to the even code, the same as `cvt.rn.satfinite.e2m1x2.f32`; `up`: to the larger magnitude.
 
     Returns:
         uint8 codes 0..15, the shape of `u`.
     """
     a = u.abs()
-    # Rounding happens before the offset is added: the sum itself would round away the bits that break a tie.
-    index = torch.minimum(torch.round(a * 2), torch.round(a) + 2)
-    index = torch.minimum(index, torch.round(a * 0.5) + 4).clamp_(max=7)
+    if ties == "up":
+        index = torch.bucketize(a, _midpoints(u.device), right=True)
+    else:
+        # Rounding happens before the offset is added: the sum itself would round away the bits that break a tie.
+        index = torch.minimum(torch.round(a * 2), torch.round(a) + 2)
+        index = torch.minimum(index, torch.round(a * 0.5) + 4).clamp_(max=7)
     return index.to(torch.uint8) | (torch.signbit(u).to(torch.uint8) << 3)
 
 

@@ -8,6 +8,8 @@ from torch import Tensor
 from trace_serve.recipe import E4M3_MAX
 
 NAN_BYTE = 0x7F
+ONE_BYTE = 0x38
+MIN_SUBNORMAL_BYTE = 0x01
 CLIP_THRESHOLD = 464.0
 """Scales above this would round beyond 448, so saturation changed them; 464 itself is a tie that goes to 448."""
 

@@ -1,33 +1,39 @@
-"""Global scales: powers of two, so that BF16 holds every NVFP4 value exactly."""
+"""Global scales: powers of two, under which BF16 holds every NVFP4 value exactly, or FP32 ones as in the field."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trace_serve.recipe import Recipe
+from trace_serve.errors import RecipeError
+from trace_serve.recipe import E2M1_MAX, E4M3_MAX, Recipe
 
 MIN_EXPONENT = -100
 MAX_EXPONENT = 116
 """Bounds of the exponent: between them every code x block scale x global scale and its reciprocal is a normal fp32."""
 
-# 2688 = 6 * 448 = 1.3125 * 2^11: amax / 2688 <= 2^e exactly when the fraction of amax is at most that of 1.3125.
-_FRACTION_OF_2688 = 0x280000
-_EXPONENT_BIAS_AND_2688 = 127 + 11
+FLOAT32_MAX = float(torch.finfo(torch.float32).max)
+
+# A maximum M = fraction * 2^k: amax / M <= 2^e exactly when the fraction of amax is at most that of M.
+_FRACTION_AND_BIAS = {E4M3_MAX: (0x280000, 127 + 11), 256.0: (0x400000, 127 + 10)}
 
 
-def pow2_exponent(amax: Tensor) -> Tensor:
-    """ceil(log2(amax / 2688)) from the bits of `amax`, clamped to [MIN_EXPONENT, MAX_EXPONENT]; 0 where amax is 0.
+def pow2_exponent(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
+    """ceil(log2(amax / (6 * scale_max))) from the bits of `amax`, clamped to [MIN_EXPONENT, MAX_EXPONENT].
 
     Args:
-        amax: fp32, any shape, finite and not negative.
+        amax: fp32, any shape, finite and not negative; 0 gives exponent 0.
+        scale_max: 448 or 256.
 
     Returns:
         int32, the shape of `amax`.
     """
+    fraction, bias = _FRACTION_AND_BIAS[scale_max]
     bits = amax.to(torch.float32).contiguous().view(torch.int32)
-    above = (bits & 0x7FFFFF) > _FRACTION_OF_2688
-    exponent = ((bits >> 23) - _EXPONENT_BIAS_AND_2688 + above).clamp(MIN_EXPONENT, MAX_EXPONENT)
+    above = (bits & 0x7FFFFF) > fraction
+    exponent = ((bits >> 23) - bias + above).clamp(MIN_EXPONENT, MAX_EXPONENT)
     return exponent.masked_fill(bits == 0, 0).to(torch.int32)
 
 
@@ -36,13 +42,13 @@ def pow2_from_exponent(exponent: Tensor) -> Tensor:
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
-def pow2_global_scale(amax: Tensor) -> Tensor:
-    """2^ceil(log2(amax / 2688)) in fp32: the smallest power of two under which no block scale exceeds 448.
+def pow2_global_scale(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
+    """2^ceil(log2(amax / (6 * scale_max))) in fp32: the smallest power of two that keeps block scales in bounds.
 
-    It is 1.0 where amax is 0. Below 2688 * 2^-100 the exponent stays at -100 and values may underflow; above
+    It is 1.0 where amax is 0. With 448, below 2688 * 2^-100 the exponent stays at -100 and values may underflow; above
     2688 * 2^116 it stays at 116 and values may saturate; both are counted as incidents by the quantizer.
     """
-    return pow2_from_exponent(pow2_exponent(amax))
+    return pow2_from_exponent(pow2_exponent(amax, scale_max))
 
 
 def finite_amax(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
@@ -53,16 +59,74 @@ def finite_amax(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
     return x.to(torch.float32).abs().nan_to_num(0.0, 0.0, 0.0).amax(dim=dim)
 
 
+@dataclass(frozen=True)
+class GlobalScale:
+    """A global scale as it is kept, and as it is computed with.
+
+    Attributes:
+        decode: fp32 g, kept with the codes.
+        encode: fp32 S where the recipe starts from it, so that the arithmetic uses S and 1/S; None where it starts from
+            g and uses 1/g and g. With powers of two it makes no difference.
+    """
+
+    decode: Tensor
+    encode: Tensor | None
+
+
+def _maximum(like: Tensor, recipe: Recipe) -> Tensor:
+    """6 * global_scale_max as a tensor: torch divides a Python number by a tensor, or the reverse on a card, through a
+    reciprocal that is rounded first."""
+    return torch.tensor(E2M1_MAX * recipe.global_scale_max, dtype=torch.float32, device=like.device)
+
+
+def token_global_scale(x: Tensor, recipe: Recipe) -> GlobalScale:
+    """One scale a token from its finite values: x [..., K] to fp32 [...].
+
+    Raises:
+        RecipeError: the recipe has static scales, which are not computed from the token.
+    """
+    amax = finite_amax(x, -1)
+    if recipe.activation_global_scale == "pow2_per_token":
+        return GlobalScale(pow2_global_scale(amax, recipe.global_scale_max), None)
+    if recipe.activation_global_scale == "per_token":
+        encode = (_maximum(amax, recipe) / amax).clamp(max=FLOAT32_MAX)
+        return GlobalScale(encode.reciprocal(), encode)
+    raise RecipeError(
+        "recipe activation_global_scale: 'per_tensor_static' takes its scale from the recipe, not from a token; "
+        "pass global_scale",
+        field="activation_global_scale",
+    )
+
+
+def matrix_global_scale(weight: Tensor, recipe: Recipe) -> GlobalScale:
+    """One scale a matrix: weight [..., N, K] to fp32 [...] (gate and up rows are passed together if they share one)."""
+    amax = finite_amax(weight, (-2, -1))
+    if recipe.weight_global_scale == "pow2_per_expert":
+        return GlobalScale(pow2_global_scale(amax, recipe.global_scale_max), None)
+    decode = torch.where(amax > 0, amax / _maximum(amax, recipe), torch.ones_like(amax))
+    # ModelOpt's formula divides by g and never forms S.
+    starts_from_g = recipe.weight_scale_formula == "amax_over_six_g"
+    return GlobalScale(decode, None if starts_from_g else decode.reciprocal())
+
+
 def activation_global_scale(x: Tensor, recipe: Recipe) -> Tensor:
-    """One scale a token: x [..., K] to fp32 [...] (`pow2_per_token`)."""
-    return pow2_global_scale(finite_amax(x, -1))
+    """The scale kept for each token: x [..., K] to fp32 [...]. Raises as `token_global_scale` does."""
+    return token_global_scale(x, recipe).decode
 
 
 def weight_global_scale(weight: Tensor, recipe: Recipe) -> Tensor:
-    """One scale an expert: weight [E, N, K] to fp32 [E] (`pow2_per_expert`; gate and up rows are passed together)."""
-    return pow2_global_scale(finite_amax(weight, (-2, -1)))
+    """The scale kept for each matrix: weight [E, N, K] to fp32 [E]."""
+    return matrix_global_scale(weight, recipe).decode
 
 
 def kv_global_scale(recipe: Recipe) -> float:
-    """The one constant of `pow2_static`."""
+    """The one constant of `pow2_static`; with `static`, read `recipe.kv_scales(layer)` instead.
+
+    Raises:
+        RecipeError: the recipe has scales for K and V of their own.
+    """
+    if recipe.kv_global_scale != "pow2_static":
+        raise RecipeError(
+            "recipe kv_global_scale: 'static' has no single constant; use Recipe.kv_scales", field="kv_global_scale"
+        )
     return float(2.0**recipe.kv_global_scale_log2)
