@@ -29,8 +29,8 @@ RECIPES = {
     DEFAULT: PRESETS["default"],
     MILD: Recipe(experts="bf16", kv="nvfp4", kv_layers=(26, 27, 28, 29), k_rotation=64),
 }
-"""`mild` was chosen on the suite `support-dev`, not on the one the gate uses: of ten milder recipes it was the one whose
-upper bound of the loss lay furthest below the margin (docs/sample-recipes.md)."""
+"""`mild` was chosen on the suite `support-dev`, not on the one the gate uses: of ten milder recipes it was the one
+whose upper bound of the loss lay furthest below the margin (docs/sample-recipes.md)."""
 QUESTION = "What is the capital of France?"
 CONCURRENCY = 24
 
@@ -79,10 +79,11 @@ class Steps:
         if self.console.is_terminal:
             with self.console.status(head) as status:
                 yield lambda text: status.update(f"{head} [dim]{escape(text)}[/]")
+            self.console.print(f"{head} [dim]{time.monotonic() - begin:.0f} s[/]")
         else:
             self.console.print(head)
             yield lambda text: None
-        self.console.print(f"{head} [dim]{time.monotonic() - begin:.0f} s[/]")
+            self.console.print(f"    {time.monotonic() - begin:.0f} s")
 
     @contextmanager
     def gate(self, title: str) -> Iterator[Any]:

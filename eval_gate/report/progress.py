@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def live_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """Yields the callback for `run_gate`; draws one line an arm on a terminal, and nothing elsewhere."""
+    """Yields the callback for `run_gate`: one moving line an arm on a terminal, a line at every quarter elsewhere."""
+    if not console.is_terminal:
+        yield _quarterly(console)
+        return
     bar = RichProgress(
         TextColumn("{task.description:<9}"),
         BarColumn(),
@@ -26,7 +29,6 @@ def live_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
         TextColumn("{task.fields[state]}"),
         TimeElapsedColumn(),
         console=console,
-        disable=not console.is_terminal,
     )
     tasks = {}
     with bar:
@@ -38,6 +40,23 @@ def live_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
             bar.update(tasks[role], completed=progress.done, state=describe(progress))
 
         yield update
+
+
+def _quarterly(console: Console) -> Callable[[Progress], None]:
+    shown: set[tuple[str, str, int]] = set()
+
+    def update(progress: Progress) -> None:
+        quarter = 4 * progress.done // progress.total if progress.total else 0
+        mark = (str(progress.role), "starting" if progress.phase == "starting" else "", quarter)
+        if mark not in shown:
+            shown.add(mark)
+            console.print(
+                f"{progress.role:<9} {progress.done}/{progress.total} {describe(progress)}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    return update
 
 
 def describe(progress: Progress) -> str:

@@ -17,8 +17,8 @@ from eval_gate.suites import material
 
 DEFAULT_SEED = 20261
 COUNTS = {"routing": 100, "extraction": 84, "arithmetic": 92, "facts": 40, "sentiment": 84}
-"""Queries of each kind in one set, 400 in all: at 4 % discordant pairs the gate passes a loss below about 3.3 points at a
-margin of 5; with 240 it would have to be below 2.9."""
+"""Queries of each kind in one set, 400 in all: at 4 % discordant pairs and a margin of 5 points the gate passes a loss
+below about 3.3; with 240 it would have to be below 2.9."""
 
 T = TypeVar("T")
 Query = dict[str, Any]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
 import shutil
 import tempfile
@@ -117,7 +118,9 @@ def _quiet_transformers() -> Iterator[None]:
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        yield
+        # The GGUF reader draws a bar of its own, whatever that switch says.
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         if enabled:
             logging.enable_progress_bar()
