@@ -29,7 +29,7 @@ RECIPES = {
     DEFAULT: PRESETS["default"],
     MILD: Recipe(experts="bf16", kv="nvfp4", kv_layers=(26, 27, 28, 29), k_rotation=64),
 }
-"""`mild` was chosen on the suite `support-dev`, not on the one the gate uses: of ten milder recipes it was the one
+"""`mild` was chosen on the suite `support-dev`, not on the one the gate uses: of eleven milder recipes it was the one
 whose upper bound of the loss lay furthest below the margin (docs/sample-recipes.md)."""
 QUESTION = "What is the capital of France?"
 CONCURRENCY = 24
