@@ -9,6 +9,7 @@ import json
 import secrets
 import shutil
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trace_serve.errors import EXIT_INFRASTRUCTURE, ConfigError, PatchError, TraceServeError
+from trace_serve.errors import EXIT_INFRASTRUCTURE, ConfigError, EngineError, PatchError, TraceServeError
 from trace_serve.recipe import PRESETS, Recipe
 
 DEFAULT, MILD = "default", "mild"
@@ -233,32 +234,35 @@ def _serve(layout: Layout, preset: str, steps: Steps, *, port: int, keep_serving
     with server:
         with steps.step(f"serve sample-{preset} in production mode") as note:
             server.wait_ready(600, progress=lambda waited: note(f"engine starting, {waited:.0f} s"))
-            answer, hint_file = _ask(server, layout)
+            answer, hint_file = _ask(server, layout, f"sample-{preset}")
         console.print(f"    [cyan]{QUESTION}[/]  {escape(answer)}")
         _show_hints(hint_file, console)
         if keep_serving:
             _keep(server, f"sample-{preset}", console)
 
 
-def _ask(server: Any, layout: Layout) -> tuple[str, Path]:
+def _ask(server: Any, layout: Layout, model: str) -> tuple[str, Path]:
     """One chat request with hints; the hint file is fetched over HTTP as a trainer would."""
     from trace_serve.hints import wire
 
     body = {
-        "model": "policy",
+        "model": model,
         "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": 24,
         "temperature": 0,
         "trace_hints": True,
     }
     headers = {"Authorization": f"Bearer {server.api_key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(server.url + "/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as response:
-        rollout = response.headers["x-trace-rollout"]
-        answer = str(json.load(response)["choices"][0]["message"]["content"])
-    request = urllib.request.Request(f"{server.url}/v1/rollouts/{rollout}/hints", headers=headers)
-    with urllib.request.urlopen(request, timeout=30) as response:
-        payload = response.read()
+    try:
+        request = urllib.request.Request(server.url + "/v1/chat/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=120) as response:
+            rollout = response.headers["x-trace-rollout"]
+            answer = str(json.load(response)["choices"][0]["message"]["content"])
+        request = urllib.request.Request(f"{server.url}/v1/rollouts/{rollout}/hints", headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            payload = response.read()
+    except urllib.error.HTTPError as exc:
+        raise EngineError(f"{exc.url}: {exc.code} {exc.read().decode(errors='replace')[:300]}") from exc
     path = layout.root / "hints.safetensors"
     wire.write_bytes(path, payload)
     return answer, path
