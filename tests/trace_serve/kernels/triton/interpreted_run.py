@@ -1,0 +1,17 @@
+"""The cases in Triton's interpreter; run by `test_triton_interpreted.py` in a process of its own."""
+
+from kernel_cases import KVCases, RowCases
+
+from trace_serve.kernels.triton import _jit
+
+
+def test_kernels_are_interpreted():
+    assert _jit.INTERPRETED
+
+
+class TestRows(RowCases):
+    device = "cpu"
+
+
+class TestKV(KVCases):
+    device = "cpu"

@@ -1,0 +1,16 @@
+"""The kernels in Triton's interpreter equal the reference bit for bit. The interpreter is chosen when a kernel is
+defined, hence the process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_kernels_equal_the_reference_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
+    # numpy warns where fp32 arithmetic overflows on purpose.
+    command += ["-W", "ignore::RuntimeWarning", str(Path(__file__).with_name("interpreted_run.py"))]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

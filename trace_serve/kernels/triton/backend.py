@@ -1,0 +1,47 @@
+"""The Triton backend as `kernels.base.Kernels`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trace_serve import nvfp4
+from trace_serve.kernels.checks import check_pool
+from trace_serve.kernels.triton.kv import gather_dequantize
+from trace_serve.kernels.triton.quantize import quantize_rows
+from trace_serve.nvfp4 import Quantized
+
+
+class TritonKernels:
+    name = "triton"
+
+    def quantize_rows(
+        self,
+        x: Tensor,
+        *,
+        rotation: int = 0,
+        global_scale: float | None = None,
+        counters: Tensor | None = None,
+    ) -> Quantized:
+        return quantize_rows(x, rotation=rotation, global_scale=global_scale, counters=counters).quantized
+
+    def fake_quantize_rows(
+        self,
+        x: Tensor,
+        *,
+        rotation: int = 0,
+        global_scale: float | None = None,
+        counters: Tensor | None = None,
+    ) -> tuple[Tensor, Quantized]:
+        out = quantize_rows(x, rotation=rotation, global_scale=global_scale, counters=counters, with_values=True)
+        assert out.values is not None
+        return out.values, out.quantized
+
+    def gather_dequantize(self, codes: Tensor, scales: Tensor, index: Tensor, global_scale: float) -> Tensor:
+        check_pool(codes, scales, index)
+        return gather_dequantize(codes.contiguous(), scales.contiguous(), index.contiguous(), global_scale)
+
+    def hint_bits(self, codes: Tensor) -> Tensor:
+        return nvfp4.hint_bits(codes)
+
+
+KERNELS = TritonKernels()
