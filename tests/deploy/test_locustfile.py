@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -17,7 +18,8 @@ import pytest
 
 from eval_gate import suites
 
-pytest.importorskip("locust", reason="the load extra is not installed")
+# Looked up and not imported: importing locust patches the sockets and threads of this whole process.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("locust") is None, reason="the load extra is not installed")
 
 ROOT = Path(__file__).parents[2]
 LOCUSTFILE = ROOT / "deploy/locust/locustfile.py"
@@ -131,3 +133,7 @@ def test_the_shipped_queries_are_asked_by_default(upstream: str) -> None:
     shipped = [json.loads(line) for line in suites.path("support").read_text("utf-8").splitlines()]
     assert [sent["messages"], sent["max_tokens"]] in [[query["messages"], query["max_tokens"]] for query in shipped]
     assert (sent["stream"], sent["stream_options"], "model" in sent) == (True, {"include_usage": True}, False)
+
+
+def test_locust_stays_out_of_the_test_process() -> None:
+    assert "gevent" not in sys.modules

@@ -39,6 +39,8 @@ def _verified_start(
                 "unset SGLANG_PLUGINS and run `trace-serve doctor`"
             )
         broken = {name: detail for name, detail in loaded["seams"].items() if detail != "ok"}
+        if not loaded["seams"]:
+            raise SeamError(f"scheduler {rank} did not check its seams; run `trace-serve doctor`")
         if broken:
             raise SeamError(f"scheduler {rank}: " + "; ".join(f"seam {name}: {d}" for name, d in broken.items()))
     routes.install(http_server.app, infos)

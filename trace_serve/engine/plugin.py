@@ -16,12 +16,12 @@ def register() -> None:
     engine_spec = spec.from_env()
     if engine_spec is None:
         return
-    state.create(engine_spec)
+    engine = state.create(engine_spec)
     from sglang.srt.arg_groups.choices import add_quantization_method_choices
     from sglang.srt.layers import quantization
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from trace_serve.engine import hooks, kv
+    from trace_serve.engine import hooks, kv, seams
     from trace_serve.engine.moe import TraceNvFp4Config
 
     add_quantization_method_choices([spec.QUANTIZATION])
@@ -30,6 +30,7 @@ def register() -> None:
     kv.register()
     for hook in hooks.HOOKS:
         HookRegistry.register(hook.target, hook.function, hook.type)
+    engine.check_seams = seams.process_summary
 
 
 def _insert_first(registry: dict[str, Any], name: str, value: Any) -> None:

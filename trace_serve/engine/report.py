@@ -19,8 +19,6 @@ def from_scheduler(scheduler: Any) -> dict[str, Any]:
     Raises:
         SeamError: a layer or the pool is not what the recipe asks for; the start stops with this message.
     """
-    from trace_serve.engine import seams
-
     engine = state.get()
     runner = scheduler.tp_worker.model_runner
     experts = _experts(runner.model)
@@ -45,7 +43,7 @@ def from_scheduler(scheduler: Any) -> dict[str, Any]:
         "max_total_num_tokens": scheduler.max_total_num_tokens,
         "sglang": importlib.metadata.version("sglang"),
         "torch": importlib.metadata.version("torch"),
-        "seams": {status.name: "ok" if status.ok else status.detail for status in seams.check_process()},
+        "seams": engine.check_seams(),
     }
 
 

@@ -215,6 +215,11 @@ def check_process() -> list[SeamStatus]:
     return [broken.get(status.name, status) for status in check_all()]
 
 
+def process_summary() -> dict[str, str]:
+    """`check_process` by name: `ok`, or what is wrong."""
+    return {status.name: "ok" if status.ok else status.detail for status in check_process()}
+
+
 def require(statuses: list[SeamStatus]) -> None:
     """Raises:
     SeamError: naming every seam that is not as expected.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -23,6 +24,7 @@ class EngineState:
         slots: outcomes of quantizing expert inputs; None outside the scheduler and where inputs stay BF16.
         versions: weight version of each KV slot; None outside the scheduler of an FP4 engine.
         locations: KV slots of the tokens of the running forward pass, in row order.
+        check_seams: what each seam of this process is, by name: `ok` or what is wrong; set by the plugin.
         weight_version: counts weight updates; rows computed under another version are missing rows.
     """
 
@@ -34,6 +36,7 @@ class EngineState:
         self.slots: ExpertInputSlots | None = None
         self.versions: SlotVersions | None = None
         self.locations: Tensor | None = None
+        self.check_seams: Callable[[], dict[str, str]] = dict
         self.weight_version = 0
 
     def begin_forward(self, locations: Tensor | None) -> None:
