@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trace_serve import nvfp4
-from trace_serve.kernels.checks import check_pool
+from trace_serve.kernels.checks import check_codes, check_pool
 from trace_serve.kernels.triton.kv import gather_dequantize
 from trace_serve.kernels.triton.quantize import quantize_rows
 from trace_serve.nvfp4 import Quantized
@@ -20,9 +20,10 @@ class TritonKernels:
         *,
         rotation: int = 0,
         global_scale: float | None = None,
+        hints: bool = False,
         counters: Tensor | None = None,
     ) -> Quantized:
-        return quantize_rows(x, rotation=rotation, global_scale=global_scale, counters=counters).quantized
+        return quantize_rows(x, rotation=rotation, global_scale=global_scale, hints=hints, counters=counters).quantized
 
     def fake_quantize_rows(
         self,
@@ -30,9 +31,12 @@ class TritonKernels:
         *,
         rotation: int = 0,
         global_scale: float | None = None,
+        hints: bool = False,
         counters: Tensor | None = None,
     ) -> tuple[Tensor, Quantized]:
-        out = quantize_rows(x, rotation=rotation, global_scale=global_scale, counters=counters, with_values=True)
+        out = quantize_rows(
+            x, rotation=rotation, global_scale=global_scale, hints=hints, counters=counters, values=True
+        )
         assert out.values is not None
         return out.values, out.quantized
 
@@ -41,6 +45,7 @@ class TritonKernels:
         return gather_dequantize(codes.contiguous(), scales.contiguous(), index.contiguous(), global_scale)
 
     def hint_bits(self, codes: Tensor) -> Tensor:
+        check_codes(codes)
         return nvfp4.hint_bits(codes)
 
 

@@ -119,6 +119,14 @@ def bf16_pair(low: tl.tensor, high: tl.tensor, level: tl.constexpr) -> tl.tensor
 
 
 @jit
+def as_bf16(x: tl.tensor, level: tl.constexpr) -> tl.tensor:
+    """fp32 rounded to BF16, ties to even; the interpreter's own conversion truncates."""
+    if level >= 90:
+        return x.to(tl.bfloat16)
+    return _bf16_bits(x).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@jit
 def _bf16_bits(x: tl.tensor) -> tl.tensor:
     bits = bits_of(x)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

@@ -89,7 +89,7 @@ def store_kv(
     v_global_scale: float,
     k_rotation: int = 0,
     counters: Tensor | None = None,
-    with_hints: bool = False,
+    hints: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
     """Quantizes K and V in one launch and scatters codes and scales to their slots.
 
@@ -100,7 +100,7 @@ def store_kv(
         k_global_scale, v_global_scale: static scales.
         k_rotation: width of the Hadamard rotation of K, one of `quantize.ROTATIONS` that divides D.
         counters: int64 [3], incidents are added in place.
-        with_hints: return the hint bits of K and V, uint16 [T, heads, D/16] each; rows that are not written are zeros.
+        hints: return the hint bits of K and V, uint16 [T, heads, D/16] each; rows that are not written are zeros.
 
     Raises:
         ShapeError: an argument of the wrong shape, dtype or device.
@@ -126,7 +126,7 @@ def store_kv(
     check_counters(device, counters)
     d_blocks = head_dim // BLOCK
     shape = (tokens, heads, d_blocks)
-    hints = [torch.zeros(shape, dtype=torch.uint16, device=device) for _ in range(2)] if with_hints else []
+    words = [torch.zeros(shape, dtype=torch.uint16, device=device) for _ in range(2)] if hints else []
     total = tokens * heads * d_blocks
     if total:
         k, v = addressable(k), addressable(v)
@@ -143,7 +143,7 @@ def store_kv(
             buffers.v_codes.view(torch.int64),
             buffers.k_scales,
             buffers.v_scales,
-            *([h.view(torch.int16) for h in hints] or [buffers.k_scales, buffers.v_scales]),
+            *([word.view(torch.int16) for word in words] or [buffers.k_scales, buffers.v_scales]),
             buffers.k_scales if counters is None else counters,
             *(stride // BLOCK for x in (k, v) for stride in x.stride()[:2]),
             tokens,
@@ -159,12 +159,12 @@ def store_kv(
             packed=packed,
             k_rotation=k_rotation,
             factor=rotation_factor(k_rotation),
-            with_hints=with_hints,
+            with_hints=hints,
             with_counters=counters is not None,
             level=_jit.device_level(device),
             num_warps=1,
         )
-    return (hints[0], hints[1]) if with_hints else None
+    return (words[0], words[1]) if hints else None
 
 
 def gather_dequantize(

@@ -22,13 +22,12 @@ class QuantizedRows:
     """What one pass over rows [N, K] yields.
 
     Attributes:
-        quantized: codes uint8 [N, K/2], scales uint8 [N, K/16], global_scale fp32 [N].
-        hints: uint16 [N, K/16], bit i = lowest bit of value i's code; None unless asked for.
+        quantized: codes uint8 [N, K/2], scales uint8 [N, K/16], global_scale fp32 [N] and, if asked for, hints uint16
+            [N, K/16], bit i = lowest bit of value i's code.
         values: bfloat16 [N, K], what the codes stand for; None unless asked for.
     """
 
     quantized: Quantized
-    hints: Tensor | None
     values: Tensor | None
 
 
@@ -53,8 +52,8 @@ def quantize_rows(
     rotation: int = 0,
     global_scale: Tensor | float | None = None,
     counters: Tensor | None = None,
-    with_hints: bool = False,
-    with_values: bool = False,
+    hints: bool = False,
+    values: bool = False,
 ) -> QuantizedRows:
     """Rotates and quantizes each row, bit for bit as `nvfp4.rotate` and `nvfp4.quantize`, in one pass over `x`.
 
@@ -64,13 +63,13 @@ def quantize_rows(
         global_scale: fp32 [N], positive and finite (not checked on a GPU: that would wait for it); one number for every
             row; or None for the power of two of each rotated row.
         counters: int64 [3] on the device of `x`, incidents are added in place.
-        with_hints, with_values: what to return beside the codes.
+        hints, values: what to return beside the codes.
 
     Raises:
         ShapeError: an argument of the wrong shape, dtype or device, or a row that is too long.
     """
     check_rows(x, rotation, None if isinstance(global_scale, Tensor) else global_scale)
-    return _quantize(x, x.shape[1], 0, rotation, global_scale, counters, with_hints, with_values)
+    return _quantize(x, x.shape[1], 0, rotation, global_scale, counters, hints, values)
 
 
 def quantize_silu_and_mul(
@@ -79,8 +78,8 @@ def quantize_silu_and_mul(
     rotation: int = 0,
     global_scale: Tensor | float | None = None,
     counters: Tensor | None = None,
-    with_hints: bool = False,
-    with_values: bool = False,
+    hints: bool = False,
+    values: bool = False,
 ) -> QuantizedRows:
     """`quantize_rows` of `silu.silu_and_mul(gate_up)`, bit for bit, without writing the product out.
 
@@ -99,7 +98,7 @@ def quantize_silu_and_mul(
         )
     k = gate_up.shape[1] // 2
     check_rows(gate_up[:, :k], rotation, None if isinstance(global_scale, Tensor) else global_scale)
-    return _quantize(gate_up, k, k // BLOCK, rotation, global_scale, counters, with_hints, with_values)
+    return _quantize(gate_up, k, k // BLOCK, rotation, global_scale, counters, hints, values)
 
 
 def _quantize(
@@ -109,8 +108,8 @@ def _quantize(
     rotation: int,
     global_scale: Tensor | float | None,
     counters: Tensor | None,
-    with_hints: bool,
-    with_values: bool,
+    hints: bool,
+    values: bool,
 ) -> QuantizedRows:
     check_rotation(rotation)
     n = x.shape[0]
@@ -119,9 +118,9 @@ def _quantize(
     check_counters(x.device, counters)
     codes = torch.empty((n, k // 2), dtype=torch.uint8, device=x.device)
     scales = torch.empty((n, k // BLOCK), dtype=torch.uint8, device=x.device)
-    hints = torch.empty((n, k // BLOCK), dtype=torch.uint16, device=x.device) if with_hints else None
-    values = torch.empty((n, k), dtype=torch.bfloat16, device=x.device) if with_values else None
-    out = QuantizedRows(Quantized(codes, scales, g), hints, values)
+    bits = torch.empty((n, k // BLOCK), dtype=torch.uint16, device=x.device) if hints else None
+    kept = torch.empty((n, k), dtype=torch.bfloat16, device=x.device) if values else None
+    out = QuantizedRows(Quantized(codes, scales, g, bits), kept)
     if x.numel() == 0:
         return out
     x = addressable(x)
@@ -145,9 +144,9 @@ def _quantize(
         x.view(torch.int32) if packed else x,
         codes.view(torch.int64),
         scales,
-        scales if hints is None else hints.view(torch.int16),
+        scales if bits is None else bits.view(torch.int16),
         g,
-        codes if values is None else values.view(torch.int32),
+        codes if kept is None else kept.view(torch.int32),
         scales if counters is None else counters,
         total,
         row_stride,
@@ -163,8 +162,8 @@ def _quantize(
         gate_blocks=gate_blocks,
         rotation=rotation,
         factor=rotation_factor(rotation),
-        with_hints=with_hints,
-        with_values=with_values,
+        with_hints=hints,
+        with_values=values,
         with_counters=counters is not None,
         level=_jit.device_level(x.device),
         num_warps=cut.num_warps,

@@ -1,6 +1,6 @@
 """The cases in Triton's interpreter; run by `test_triton_interpreted.py` in a process of its own."""
 
-from kernel_cases import KVCases, RowCases
+from kernel_cases import AttentionCases, ExpertCases, KVCases, RowCases
 
 from trace_serve.kernels.triton import _jit
 
@@ -14,4 +14,12 @@ class TestRows(RowCases):
 
 
 class TestKV(KVCases):
+    device = "cpu"
+
+
+class TestExperts(ExpertCases):
+    device = "cpu"
+
+
+class TestAttention(AttentionCases):
     device = "cpu"

@@ -12,13 +12,18 @@ import torch
 from trace_serve import nvfp4
 from trace_serve.kernels.triton import (
     KVBuffers,
+    decode_attention,
+    expert_product,
     gather_dequantize,
+    group_by_expert,
     plan,
     quantize_rows,
     quantize_silu_and_mul,
     silu_and_mul,
     store_kv,
 )
+from trace_serve.kernels.triton.attention import decode_attention_reference
+from trace_serve.kernels.triton.experts import expert_product_reference
 from trace_serve.recipe import Recipe
 
 RECIPE = Recipe()
@@ -47,7 +52,7 @@ def assert_rows(got, expected, counted, expected_counts):
     assert torch.equal(got.quantized.codes, expected.codes)
     assert torch.equal(got.quantized.scales, expected.scales)
     assert torch.equal(got.quantized.global_scale, expected.global_scale)
-    assert torch.equal(bits(got.hints), bits(nvfp4.hint_bits(expected.codes)))
+    assert torch.equal(bits(got.quantized.hints), bits(nvfp4.hint_bits(expected.codes)))
     values = nvfp4.dequantize(expected)
     assert torch.equal(got.values.isnan(), values.isnan())
     assert torch.equal(bits(got.values.nan_to_num()), bits(values.nan_to_num()))
@@ -73,9 +78,7 @@ class RowCases:
         if isinstance(global_scale, torch.Tensor):
             global_scale = global_scale.to(self.device)
         counted, expected_counts = nvfp4.new_counters(self.device), nvfp4.new_counters(self.device)
-        got = quantize_rows(
-            x, rotation=rotation, global_scale=global_scale, counters=counted, with_hints=True, with_values=True
-        )
+        got = quantize_rows(x, rotation=rotation, global_scale=global_scale, counters=counted, hints=True, values=True)
         assert_rows(got, expected_rows(x, rotation, global_scale, expected_counts), counted, expected_counts)
         return got
 
@@ -127,11 +130,11 @@ class RowCases:
         got = quantize_rows(
             torch.zeros(0, 576, dtype=torch.bfloat16, device=self.device),
             rotation=64,
-            with_hints=True,
-            with_values=True,
+            hints=True,
+            values=True,
         )
         assert got.quantized.codes.shape == (0, 288)
-        assert got.quantized.scales.shape == got.hints.shape == (0, 36)
+        assert got.quantized.scales.shape == got.quantized.hints.shape == (0, 36)
         assert got.values.shape == (0, 576)
 
     def test_a_row_does_not_depend_on_its_batch_mates(self):
@@ -180,7 +183,7 @@ class RowCases:
         x[6] = -3e38
         x = x.to(self.device)
         counted, expected_counts = nvfp4.new_counters(self.device), nvfp4.new_counters(self.device)
-        got = quantize_silu_and_mul(x, rotation=rotation, counters=counted, with_hints=True, with_values=True)
+        got = quantize_silu_and_mul(x, rotation=rotation, counters=counted, hints=True, values=True)
         expected = expected_rows(silu_and_mul(x), rotation, None, expected_counts)
         assert_rows(got, expected, counted, expected_counts)
 
@@ -188,7 +191,7 @@ class RowCases:
         gate = bits_to_bf16(torch.arange(65536, dtype=torch.int32)).view(-1, 16)
         x = torch.cat((gate, torch.full_like(gate, 1.5)), dim=1).to(self.device)
         counted, expected_counts = nvfp4.new_counters(self.device), nvfp4.new_counters(self.device)
-        got = quantize_silu_and_mul(x, counters=counted, with_hints=True, with_values=True)
+        got = quantize_silu_and_mul(x, counters=counted, hints=True, values=True)
         assert_rows(got, expected_rows(silu_and_mul(x), 0, None, expected_counts), counted, expected_counts)
 
 
@@ -235,7 +238,7 @@ class KVCases:
             v_global_scale=1.0,
             k_rotation=rotation,
             counters=counted,
-            with_hints=True,
+            hints=True,
         )
         kept = (index >= 0) & (index < slots)
         sides = (
@@ -302,10 +305,145 @@ class KVCases:
         buffers = self.buffers(8, 2, 64, 0, False)
         empty = torch.zeros(0, 2, 64, dtype=torch.bfloat16, device=self.device)
         index = torch.zeros(0, dtype=torch.int64, device=self.device)
-        hints = store_kv(empty, empty, index, buffers, k_global_scale=1.0, v_global_scale=1.0, with_hints=True)
+        hints = store_kv(empty, empty, index, buffers, k_global_scale=1.0, v_global_scale=1.0, hints=True)
         assert hints[0].shape == hints[1].shape == (0, 2, 4)
         assert (buffers.k_codes == POISON).all()
         assert gather_dequantize(buffers.k_codes, buffers.k_scales, index, 1.0).shape == (0, 2, 64)
+
+
+class ExpertCases:
+    device: str
+
+    def weight(self, experts, n, k):
+        x = (seeded(experts * n, k, seed=3) * 0.05).bfloat16()
+        q = nvfp4.quantize(x, torch.full(x.shape[:1], 2.0**-7), RECIPE)
+        # Between two experts that must never be read.
+        codes, scales = (torch.full((experts + 2, n, last), POISON, dtype=torch.uint8) for last in (k // 2, k // 16))
+        codes[1:-1], scales[1:-1] = q.codes.view(experts, n, -1), q.scales.view(experts, n, -1)
+        g = torch.linspace(0.5, 1.5, experts)
+        codes, scales = codes.to(self.device), scales.to(self.device)
+        return nvfp4.Quantized(codes[1:-1], scales[1:-1], g.to(self.device))
+
+    def rows(self, n, k, *, fp4):
+        around = torch.full((n + 2, k), float("nan"), dtype=torch.bfloat16)
+        around[1:-1] = seeded(n, k, seed=4).bfloat16()
+        x = around.to(self.device)[1:-1]
+        return nvfp4.quantize_tokens(x, RECIPE) if fp4 else x
+
+    def check(self, x, weight, ids, pairs, rows=None):
+        tiles = group_by_expert(ids, weight.codes.shape[0], rows)
+        got = expert_product(x, weight, tiles, pairs=pairs, out_dtype=torch.float32)
+        expected = expert_product_reference(x, weight, ids, pairs=pairs)
+        assert ((got - expected).abs() <= 2.0**-14 * magnitude(x, weight, ids, pairs)).all()
+        rounded = expert_product(x, weight, tiles, pairs=pairs)
+        assert torch.equal(rounded, got.to(torch.bfloat16))
+        return got
+
+    @pytest.mark.parametrize("fp4", [False, True])
+    @pytest.mark.parametrize(("n", "k", "rows"), [(136, 2880, 16), (352, 704, 16), (64, 352, 32), (128, 16, 64)])
+    def test_each_pair_meets_its_expert(self, n, k, rows, fp4):
+        ids = torch.tensor([[0, 3], [3, 1], [1, -1], [3, 0], [7, 3]], device=self.device)
+        weight = self.weight(5, n, k)
+        first = self.check(self.rows(5, k, fp4=fp4), weight, ids, 10, rows)
+        assert not first[[5, 8]].any()
+        self.check(self.rows(10, k, fp4=fp4), weight, ids, 10, rows)
+
+    @pytest.mark.parametrize("fp4", [False, True])
+    def test_an_expert_gives_what_it_gives_alone(self, fp4):
+        n, k, experts = 64, 2880, 3
+        weight, x = self.weight(experts, n, k), self.rows(4, k, fp4=fp4)
+        for e in range(experts):
+            ids = torch.full((4, 1), e, device=self.device)
+            together = self.check(x, weight, ids, 4)
+            alone = nvfp4.Quantized(weight.codes[e : e + 1], weight.scales[e : e + 1], weight.global_scale[e : e + 1])
+            assert torch.equal(together, self.check(x, alone, torch.zeros_like(ids), 4))
+
+    @pytest.mark.parametrize("fp4", [False, True])
+    def test_no_tokens_give_no_rows(self, fp4):
+        weight = self.weight(3, 32, 64)
+        ids = torch.zeros(0, 2, dtype=torch.int64, device=self.device)
+        got = expert_product(self.rows(0, 64, fp4=fp4), weight, group_by_expert(ids, 3), pairs=0)
+        assert got.shape == (0, 32)
+
+    @pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (37, 16), (200, 32), (500, 128)])
+    def test_grouping_places_every_pair_once_in_a_tile_of_its_expert(self, tokens, rows):
+        experts = 6
+        ids = torch.randint(-1, experts + 1, (tokens, 3), generator=torch.Generator().manual_seed(tokens))
+        ids[ids == 2] = 3
+        ids = ids.to(self.device)
+        tiles = group_by_expert(ids, experts, rows)
+        pairs = tiles.pairs.view(-1, rows)
+        owner = tiles.experts[:, None].expand_as(pairs)
+        used = pairs >= 0
+        assert torch.equal(ids.flatten()[pairs[used].long()], owner[used].long())
+        wanted = ((ids.flatten() >= 0) & (ids.flatten() < experts)).nonzero().flatten()
+        assert torch.equal(pairs[used].sort().values.long(), wanted)
+        assert not (used & (owner < 0)).any()
+
+
+def magnitude(x, weight, ids, pairs):
+    """The sum of |x * w| of each product, which its rounding errors are proportional to."""
+
+    def absolute(q):
+        return nvfp4.Quantized(q.codes & 0x77, q.scales, q.global_scale)
+
+    x = absolute(x) if isinstance(x, nvfp4.Quantized) else x.abs()
+    return expert_product_reference(x, absolute(weight), ids, pairs=pairs)
+
+
+class AttentionCases:
+    device: str
+
+    def buffers(self, slots, heads, d, page, interleaved):
+        return KVCases.buffers(self, slots, heads, d, page, interleaved)
+
+    @pytest.mark.parametrize("splits", [1, 3])
+    @pytest.mark.parametrize(
+        ("heads", "group", "d", "page", "interleaved"),
+        [(2, 3, 64, 0, False), (1, 8, 128, 16, True), (2, 1, 256, 4, True), (3, 2, 96, 8, False)],
+    )
+    def test_decode_attends_to_the_stored_tokens(self, heads, group, d, page, interleaved, splits):
+        slots, used = 256, 230
+        buffers = self.buffers(slots, heads, d, page, interleaved)
+        k, v = (seeded(used, heads, d, seed=s).bfloat16().to(self.device) for s in (1, 2))
+        place = torch.randperm(slots, generator=torch.Generator().manual_seed(5))[:used].to(self.device)
+        store_kv(k, v, place, buffers, k_global_scale=0.25, v_global_scale=0.5)
+        starts = torch.tensor([0, 129, 129, 130, used], dtype=torch.int32, device=self.device)
+        q = (seeded(4, heads * group, d, seed=6) * 3).bfloat16().to(self.device)
+        options = {"softmax_scale": d**-0.5, "k_global_scale": 0.25, "v_global_scale": 0.5}
+        got = decode_attention(q, buffers, starts, place, **options, splits=splits)
+        expected, mean_v = decode_attention_reference(q, buffers, starts, place, **options)
+        assert got.dtype == torch.bfloat16
+        assert ((got - expected).abs() <= 2.0**-8 * (mean_v + expected.abs())).all()
+        assert not got[1].any()
+
+    def test_no_requests_give_no_rows(self):
+        buffers = self.buffers(8, 2, 64, 0, False)
+        got = decode_attention(
+            torch.zeros(0, 4, 64, dtype=torch.bfloat16, device=self.device),
+            buffers,
+            torch.zeros(1, dtype=torch.int32, device=self.device),
+            torch.zeros(0, dtype=torch.int64, device=self.device),
+            softmax_scale=0.1,
+            k_global_scale=1.0,
+            v_global_scale=1.0,
+            splits=2,
+        )
+        assert got.shape == (0, 4, 64)
+
+    def test_a_damaged_token_makes_its_request_nan_and_no_other(self):
+        buffers = self.buffers(8, 1, 64, 0, False)
+        k = v = seeded(8, 1, 64).bfloat16().to(self.device)
+        k = k.clone()
+        k[6, 0, 3] = float("nan")
+        index = torch.arange(8, device=self.device)
+        store_kv(k, v, index, buffers, k_global_scale=1.0, v_global_scale=1.0)
+        starts = torch.tensor([0, 4, 8], device=self.device)
+        q = seeded(2, 1, 64).bfloat16().to(self.device)
+        scales = {"softmax_scale": 0.1, "k_global_scale": 1.0, "v_global_scale": 1.0}
+        got = decode_attention(q, buffers, starts, index, **scales, splits=2)
+        assert got[0].isfinite().all()
+        assert got[1].isnan().all()
 
 
 def linear_slots(codes, scales, interleaved):

@@ -6,12 +6,16 @@ import torch
 from trace_serve.errors import ShapeError
 from trace_serve.kernels.triton import (
     KVBuffers,
+    decode_attention,
+    expert_product,
     gather_dequantize,
+    group_by_expert,
     quantize_rows,
     quantize_silu_and_mul,
     silu_and_mul,
     store_kv,
 )
+from trace_serve.nvfp4 import Quantized
 
 
 def bf16(*shape):
@@ -100,3 +104,61 @@ def test_a_buffer_with_gaps_is_refused():
 def test_a_slot_outside_the_pool_is_an_index_error(slot):
     with pytest.raises(IndexError, match="outside the pool of 8"):
         gather_dequantize(BUFFERS.k_codes, BUFFERS.k_scales, torch.tensor([1, slot]), 1.0)
+
+
+WEIGHT = Quantized(u8(2, 32, 32), u8(2, 32, 4), torch.ones(2))
+ROWS = Quantized(u8(4, 32), u8(4, 4), torch.ones(4))
+TILES = group_by_expert(torch.zeros(4, 1, dtype=torch.int64), 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda: group_by_expert(torch.zeros(4), 2), "topk_ids"),
+        (lambda: expert_product(bf16(4, 32), WEIGHT, TILES, pairs=4), "x"),
+        (lambda: expert_product(torch.zeros(4, 64), WEIGHT, TILES, pairs=4), "x"),
+        (lambda: expert_product(Quantized(ROWS.codes, ROWS.scales, torch.ones(3)), WEIGHT, TILES, pairs=4), "x"),
+        (lambda: expert_product(ROWS, WEIGHT, TILES, pairs=6), "pairs"),
+        (lambda: expert_product(ROWS, WEIGHT, TILES, pairs=4, out_dtype=torch.float16), "out_dtype"),
+        (
+            lambda: expert_product(ROWS, Quantized(WEIGHT.codes, WEIGHT.scales[:1], torch.ones(2)), TILES, pairs=4),
+            "weight",
+        ),
+        (lambda: expert_product(ROWS, Quantized(WEIGHT.codes, WEIGHT.scales, torch.ones(1)), TILES, pairs=4), "weight"),
+        (
+            lambda: expert_product(ROWS, Quantized(u8(2, 32, 30), WEIGHT.scales, torch.ones(2)), TILES, pairs=4),
+            "weight",
+        ),
+    ],
+)
+def test_experts(call, field):
+    with pytest.raises(ShapeError) as caught:
+        call()
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"q": bf16(2, 3, 64)}, "q"),
+        ({"q": torch.zeros(2, 4, 64)}, "q"),
+        ({"starts": torch.zeros(2, dtype=torch.int32)}, "starts"),
+        ({"index": torch.zeros(4)}, "index"),
+        ({"splits": 0}, "splits"),
+    ],
+)
+def test_attention(change, field):
+    good = {
+        "q": bf16(2, 4, 64),
+        "starts": torch.zeros(3, dtype=torch.int32),
+        "index": torch.zeros(4, dtype=torch.int64),
+    }
+    with pytest.raises(ShapeError) as caught:
+        decode_attention(
+            buffers=BUFFERS,
+            **{**good, "splits": 1, **change},
+            softmax_scale=0.1,
+            k_global_scale=1.0,
+            v_global_scale=1.0,
+        )
+    assert caught.value.field == field

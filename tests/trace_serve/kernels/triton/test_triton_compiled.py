@@ -11,7 +11,10 @@ from offline_compile import Machine, compiling_for, machine_of
 from trace_serve import nvfp4
 from trace_serve.kernels.triton import (
     KVBuffers,
+    decode_attention,
+    expert_product,
     gather_dequantize,
+    group_by_expert,
     quantize_rows,
     quantize_silu_and_mul,
     store_kv,
@@ -68,7 +71,7 @@ def assert_streaming(machine: Machine, capability: int) -> None:
     ("k", "capability"), [(128, 90), (576, 90), (576, 100), (2048, 90), (2048, 100), (2048, 103), (4096, 100)]
 )
 def test_rows_with_a_scale_a_token_need_no_barrier(build, k, capability):
-    machine = build(lambda: quantize_rows(rows(k), counters=COUNTERS, with_hints=True), capability)
+    machine = build(lambda: quantize_rows(rows(k), counters=COUNTERS, hints=True), capability)
     assert_streaming(machine, capability)
     assert machine.registers <= (128 if k <= 2048 else 200)
 
@@ -76,7 +79,7 @@ def test_rows_with_a_scale_a_token_need_no_barrier(build, k, capability):
 @pytest.mark.parametrize("capability", [90, 100])
 def test_hints_add_one_store_a_block_and_no_load(build, capability):
     plain = build(lambda: quantize_rows(rows(2048)), capability)
-    hinted = build(lambda: quantize_rows(rows(2048), with_hints=True), capability)
+    hinted = build(lambda: quantize_rows(rows(2048), hints=True), capability)
     assert hinted.count(r"ld\.global") == plain.count(r"ld\.global")
     assert hinted.count(r"st\.global") == plain.count(r"st\.global") + 4
     assert_streaming(plain, capability)
@@ -92,7 +95,7 @@ def test_a_static_scale_runs_over_contiguous_memory_whatever_the_row(build, capa
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kept_values_are_stored_16_bytes_at_a_time(build, capability):
-    machine = build(lambda: quantize_rows(rows(2048), counters=COUNTERS, with_values=True), capability)
+    machine = build(lambda: quantize_rows(rows(2048), counters=COUNTERS, values=True), capability)
     assert_streaming(machine, capability)
     assert machine.count(STORE_16) == 8
 
@@ -112,14 +115,14 @@ def test_fp32_rows_and_given_scales_stream_too(build, capability):
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_a_row_longer_than_a_warp_holds_shares_memory_only_for_its_maximum(build, capability):
-    machine = build(lambda: quantize_rows(rows(7168), with_hints=True), capability)
+    machine = build(lambda: quantize_rows(rows(7168), hints=True), capability)
     assert_exact(machine, capability)
     assert 0 < machine.shared <= 64
 
 
 @pytest.mark.parametrize(("k", "capability"), [(768, 90), (768, 100), (704, 103)])
 def test_silu_and_mul_is_fused(build, k, capability):
-    machine = build(lambda: quantize_silu_and_mul(rows(2 * k), counters=COUNTERS, with_hints=True), capability)
+    machine = build(lambda: quantize_silu_and_mul(rows(2 * k), counters=COUNTERS, hints=True), capability)
     assert_streaming(machine, capability)
     assert machine.count(r"div\.rn\.f32") > 0
     assert machine.count(r"ex2\.approx|rcp\.approx|div\.full") == 0
@@ -133,7 +136,7 @@ def test_the_kv_store_streams_into_both_layouts(build, page, interleaved, rotati
     k, v, index, buffers = kv(page, interleaved)
     scales = {"k_global_scale": 1.0, "v_global_scale": 1.0}
     machine = build(
-        lambda: store_kv(k, v, index, buffers, **scales, k_rotation=rotation, counters=COUNTERS, with_hints=True),
+        lambda: store_kv(k, v, index, buffers, **scales, k_rotation=rotation, counters=COUNTERS, hints=True),
         capability,
     )
     assert_streaming(machine, capability)
@@ -152,6 +155,61 @@ def test_the_kv_gather_stores_16_bytes_a_lane_and_needs_few_registers(build, pag
     assert machine.count(STORE_16) == 1
     assert machine.count(r"\.ftz") == 0
     assert machine.registers <= 32
+
+
+def experts(k: int = 2048, n: int = 256, count: int = 4) -> tuple[nvfp4.Quantized, nvfp4.Quantized]:
+    """Rows and weights of zeros."""
+    row_codes, row_scales = (torch.zeros(8, last, dtype=torch.uint8) for last in (k // 2, k // 16))
+    codes, scales = (torch.zeros(count, n, last, dtype=torch.uint8) for last in (k // 2, k // 16))
+    return nvfp4.Quantized(row_codes, row_scales, torch.ones(8)), nvfp4.Quantized(codes, scales, torch.ones(count))
+
+
+@pytest.mark.parametrize(("rows", "capability"), [(16, 100), (32, 100), (64, 100), (128, 100), (16, 103)])
+def test_fp4_experts_are_block_scaled_on_blackwell(build, rows, capability):
+    x, weight = experts()
+    tiles = group_by_expert(torch.zeros(8, 1, dtype=torch.int64), 4, rows)
+    machine = build(lambda: expert_product(x, weight, tiles, pairs=8), capability)
+    assert machine.count(r"tcgen05\.mma\.cta_group::1\.kind::mxf4nvf4\.block_scale\.block16") > 0
+    # The fallback expands both operands to BF16.
+    assert machine.count(r"kind::f16") == 0
+    assert machine.count(r"mul(\.rn)?(\.bf16x2|\.f32)") < 32 * rows
+    assert machine.stack == 0
+
+
+@pytest.mark.parametrize("rows", [16, 64, 128])
+@pytest.mark.parametrize("fp4", [False, True])
+def test_experts_on_hopper_use_its_tensor_cores_without_spilling(build, rows, fp4):
+    x, weight = experts(2880)
+    tiles = group_by_expert(torch.zeros(8, 1, dtype=torch.int64), 4, rows)
+    operand = x if fp4 else torch.zeros(8, 2880, dtype=torch.bfloat16)
+    machine = build(lambda: expert_product(operand, weight, tiles, pairs=8), 90)
+    assert machine.count(rf"wgmma\.mma_async\.sync\.aligned\.m64n{rows}k16\.f32\.bf16\.bf16") > 0
+    # Weights are fetched ahead of the product.
+    assert machine.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x(8|10)") > 0
+    assert machine.stack == 0
+    assert machine.count(r"e2m1x2") == 0
+
+
+@pytest.mark.parametrize(
+    ("page", "interleaved", "capability"), [(0, False, 90), (16, False, 90), (16, True, 90), (0, False, 100)]
+)
+def test_decode_attention_uses_tensor_cores_without_spilling(tmp_path, page, interleaved, capability):
+    _, _, index, buffers = kv(page, interleaved)
+    with compiling_for(capability, tmp_path) as compiled:
+        decode_attention(
+            torch.zeros(2, 16, 128, dtype=torch.bfloat16),
+            buffers,
+            torch.zeros(3, dtype=torch.int32),
+            index,
+            softmax_scale=0.1,
+            k_global_scale=1.0,
+            v_global_scale=1.0,
+            splits=4,
+        )
+    split, combine = compiled
+    assert split.count(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32") > 0
+    assert split.stack == combine.stack == combine.shared == 0
+    assert split.registers <= 200
 
 
 def test_batch_sizes_do_not_start_another_compilation(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import KVCases, RowCases
+from kernel_cases import AttentionCases, ExpertCases, KVCases, RowCases
 
 from trace_serve.kernels.triton import gather_dequantize
 
@@ -23,3 +23,11 @@ class TestKV(KVCases):
         codes = torch.zeros(8, 1, 8, dtype=torch.uint8, device="cuda")
         read = gather_dequantize(codes, codes[..., :1].contiguous(), torch.tensor([0, 8, -1], device="cuda"), 1.0)
         assert read.isnan().all(dim=-1).flatten().tolist() == [False, True, True]
+
+
+class TestExperts(ExpertCases):
+    device = "cuda"
+
+
+class TestAttention(AttentionCases):
+    device = "cuda"
