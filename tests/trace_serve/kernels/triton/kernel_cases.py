@@ -126,6 +126,23 @@ class RowCases:
         assert not got.quantized.codes.any()
         assert not got.quantized.scales.any()
 
+    @pytest.mark.parametrize(
+        ("value", "global_scale", "expected"),
+        [
+            (float("inf"), None, [1, 0, 0]),
+            (float("nan"), 1.0, [1, 0, 0]),
+            (4000.0, 1.0, [0, 1, 0]),
+            (2784.0, 1.0, [0, 0, 0]),
+            (2.0**-12, 1.0, [0, 0, 1]),
+        ],
+    )
+    def test_one_incident_alone_is_counted(self, value, global_scale, expected):
+        x = torch.zeros(3, 704, dtype=torch.bfloat16, device=self.device)
+        x[1, 333] = value
+        counters = nvfp4.new_counters(self.device)
+        quantize_rows(x, global_scale=global_scale, counters=counters)
+        assert counters.tolist() == expected
+
     def test_no_rows_give_no_rows(self):
         got = quantize_rows(
             torch.zeros(0, 576, dtype=torch.bfloat16, device=self.device),
