@@ -135,6 +135,7 @@ class EngineProcess:
         return spec.EngineSpec(
             recipe=self.recipe,
             run_dir=self._run_dir.name,
+            parent_pid=os.getpid(),
             hint_dir=None if self.config.hint_dir is None else str(self.config.hint_dir.resolve()),
             policy_digest=self.config.policy_digest or digest_directory(model),
             tokenizer_digest=tokenizer_digest(model),

@@ -6,13 +6,17 @@ Arguments are SGLang's. The spec of the policy comes in the environment, see `sp
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from typing import Any
 
 from trace_serve.engine import report, spec
 from trace_serve.errors import SeamError, TraceServeError
 
+_PARENT_POLL_S = 1.0
 FAILURE_PREFIX = "trace-serve engine failed: "
 
 
@@ -47,9 +51,22 @@ def _verified_start(
     return original(server_args, tokenizer_manager, template, ports, infos, *args, **kwargs)
 
 
+def _exit_with_parent(parent: int) -> None:
+    """Kills this engine's whole process group once the process that started it is gone, however that ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
+
+
 def _run(argv: list[str]) -> None:
-    if spec.from_env() is None:
+    engine_spec = spec.from_env()
+    if engine_spec is None:
         raise SeamError(f"{spec.ENV} is not set; start engines with trace_serve.engine.launch")
+    _exit_with_parent(engine_spec.parent_pid)
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -24,11 +24,13 @@ class EngineSpec:
     policy_digest: digest of the policy directory, stored in every hint file.
     tokenizer_digest: digest of the tokenizer files, reported to the gate's preflight.
     chat_template_digest: digest of the chat template, reported to the gate's preflight.
+    parent_pid: process that started the engine; the engine ends when that is gone.
     stall_limit_s: seconds without a sign of life after which the scheduler counts as frozen.
     """
 
     recipe: Recipe
     run_dir: str
+    parent_pid: int = 0
     hint_dir: str | None = None
     policy_digest: str = ""
     tokenizer_digest: str = ""

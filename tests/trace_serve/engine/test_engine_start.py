@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trace_serve.engine.launch import EngineConfig, EngineProcess
@@ -52,3 +56,23 @@ def test_a_moved_seam_stops_the_start_and_is_named(
 def test_a_directory_without_a_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"no config\.json"):
         EngineProcess(EngineConfig(model=tmp_path)).start()
+
+
+@pytest.mark.engine
+def test_an_engine_ends_with_the_process_that_started_it(fp4_policy: Policy, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from trace_serve.engine.launch import EngineConfig, EngineProcess\n"
+        "from trace_serve.policy.manifest import load_policy\n"
+        "policy = load_policy(sys.argv[1])\n"
+        "engine = EngineProcess(EngineConfig(policy.path, policy.recipe, log_path=Path(sys.argv[2])))\n"
+        "engine.start(); print(engine.pid, flush=True); os._exit(9)\n"
+    )
+    log = tmp_path / "engine.log"
+    started = subprocess.run(
+        [sys.executable, "-c", code, str(fp4_policy.path), str(log)], stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    engine = int(started.stdout)
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(engine) and psutil.Process(engine).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the engine outlived its parent"
+        time.sleep(0.2)
