@@ -4,5 +4,6 @@ What they compute is defined in `trace_serve.nvfp4`; nothing here decides a roun
 """
 
 from trace_serve.kernels.base import Availability, Kernels, available, get_kernels
+from trace_serve.kernels.for_recipe import RecipeKernels, kernels_for
 
-__all__ = ["Availability", "Kernels", "available", "get_kernels"]
+__all__ = ["Availability", "Kernels", "RecipeKernels", "available", "get_kernels", "kernels_for"]

@@ -15,7 +15,10 @@ from trace_serve.nvfp4 import Quantized
 
 
 class Kernels(Protocol):
-    """Row-wise NVFP4 operations; every backend gives the codes and scale bytes of `trace_serve.nvfp4`, bit for bit."""
+    """Row-wise NVFP4 operations under the default recipe's block rules; `kernels_for` serves the other recipes.
+
+    Every backend gives the codes and scale bytes of `trace_serve.nvfp4`, bit for bit.
+    """
 
     name: str
 
@@ -25,6 +28,7 @@ class Kernels(Protocol):
         *,
         rotation: int = 0,
         global_scale: float | None = None,
+        hints: bool = False,
         counters: Tensor | None = None,
     ) -> Quantized:
         """Rotates and quantizes each row.
@@ -33,10 +37,11 @@ class Kernels(Protocol):
             x: bfloat16 or float32 [N, K], K a multiple of 16; N may be 0.
             rotation: width of the Hadamard rotation applied first; 0 is off.
             global_scale: one static scale, or None for a power of two a row, from the rotated row.
+            hints: whether to return the lowest bit of every code too, from the same pass.
             counters: int64 [3], incidents are added in place (`nvfp4.INCIDENT_NAMES`).
 
         Returns:
-            `Quantized` with codes [N, K/2], scales [N, K/16] and global_scale fp32 [N].
+            `Quantized` with codes [N, K/2], scales [N, K/16], global_scale fp32 [N] and, if asked for, hints [N, K/16].
 
         Raises:
             ShapeError: wrong rank or dtype, or K not a multiple of 16 or of the rotation width.
@@ -49,6 +54,7 @@ class Kernels(Protocol):
         *,
         rotation: int = 0,
         global_scale: float | None = None,
+        hints: bool = False,
         counters: Tensor | None = None,
     ) -> tuple[Tensor, Quantized]:
         """`quantize_rows` and the values it keeps, as bfloat16 [N, K], in one pass."""
@@ -61,7 +67,7 @@ class Kernels(Protocol):
             codes: uint8 [slots, heads, D/2].
             scales: uint8 [slots, heads, D/16], E4M3 bytes.
             index: int32 or int64 [n], slots to read.
-            global_scale: the pool's static scale, a power of two.
+            global_scale: the pool's static scale.
 
         Returns:
             bfloat16 [n, heads, D].
@@ -73,7 +79,11 @@ class Kernels(Protocol):
         ...
 
     def hint_bits(self, codes: Tensor) -> Tensor:
-        """The lowest bit of every code: uint8 [..., K/2] to uint16 [..., K/16], bit i = value i of the block."""
+        """The lowest bit of every code: uint8 [..., K/2] to uint16 [..., K/16], bit i = value i of the block.
+
+        Raises:
+            ShapeError: another dtype, or K not a multiple of 16.
+        """
         ...
 
 
@@ -89,6 +99,7 @@ class Backend:
 
 BACKENDS = (
     Backend("cpu", "trace_serve.kernels.cpu", ("cpu",), requires=("numba",)),
+    Backend("triton", "trace_serve.kernels.triton", ("cuda",), requires=("triton",)),
     Backend("reference", "trace_serve.kernels.reference", ("cpu", "cuda")),
 )
 """In order of preference."""

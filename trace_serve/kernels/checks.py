@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trace_serve.errors import ShapeError
 from trace_serve.nvfp4.quantize import check_blocks
-from trace_serve.recipe import BLOCK
+from trace_serve.recipe import BLOCK, ROTATIONS
 
 
 def check_rows(x: Tensor, rotation: int, global_scale: float | None) -> None:
@@ -21,14 +21,27 @@ def check_rows(x: Tensor, rotation: int, global_scale: float | None) -> None:
     if x.dim() != 2:
         raise ShapeError(f"x: got shape {tuple(x.shape)}, expected [rows, K]", field="x")
     check_blocks(x)
-    if rotation and (rotation < 0 or rotation & (rotation - 1) or x.shape[1] % rotation):
+    if rotation not in ROTATIONS or (rotation and x.shape[1] % rotation):
         raise ShapeError(
-            f"rotation: width {rotation} must be a power of two that divides the last dimension {x.shape[1]}",
+            f"rotation: got width {rotation}, expected one of {ROTATIONS} that divides the last dimension {x.shape[1]}",
             field="rotation",
         )
     if global_scale is not None and not (global_scale > 0 and math.isfinite(global_scale)):
         raise ShapeError(
             f"global_scale: got {global_scale}, expected a positive finite number or None", field="global_scale"
+        )
+
+
+def check_codes(codes: Tensor) -> None:
+    """Refuses what are not packed codes of whole blocks.
+
+    Raises:
+        ShapeError: naming the argument.
+    """
+    if codes.dtype != torch.uint8 or codes.dim() == 0 or codes.shape[-1] % (BLOCK // 2):
+        raise ShapeError(
+            f"codes: got {codes.dtype} {tuple(codes.shape)}, expected uint8 [..., K/2] with K a multiple of {BLOCK}",
+            field="codes",
         )
 
 

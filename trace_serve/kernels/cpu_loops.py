@@ -1,231 +1,151 @@
-"""Loops of the CPU backend on numpy arrays, compiled by numba and cached on disk.
-
-Everything is fp32 with each operation rounded on its own (no fused multiply-add, no fast math), in the order of
-`trace_serve.nvfp4.quantize`.
-"""
+"""The CPU kernels on numpy arrays: for each row, the steps of `cpu_stages` while the row lies in cache."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from numba import float32, int64, njit, types, uint8, uint16
-from numpy.typing import NDArray
+from numba import float32, int32, int64, types, uint8, uint16
 
+from trace_serve.kernels import cpu_stages as stages
+from trace_serve.kernels.cpu_stages import INF_BITS, compiled
 from trace_serve.nvfp4.e4m3 import CLIP_THRESHOLD
 from trace_serve.nvfp4.global_scale import MAX_EXPONENT, MIN_EXPONENT
 
 _SIXTH = np.float32(1.0 / 6.0)
 _CLIP = np.float32(CLIP_THRESHOLD)
-_INF_BITS = 0x7F800000
+_MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
-def _e4m3_table() -> NDArray[np.float32]:
-    table = np.empty(256, dtype=np.float32)
-    for byte in range(256):
-        exponent, mantissa = (byte >> 3) & 15, byte & 7
-        value = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
-        table[byte] = np.nan if byte & 0x7F == 0x7F else (-value if byte & 0x80 else value)
-    return table
+@compiled(float32(int32[::1], int32[::1], types.boolean))
+def _row_scale(bits: Any, maxima: Any, all_finite: Any) -> Any:
+    """2^ceil(log2(amax / 2688)) of the row's finite values, as `nvfp4.pow2_global_scale`."""
+    top = np.int32(0)
+    if all_finite:
+        for b in range(maxima.size):
+            top = np.int32(max(top, maxima[b]))
+    else:
+        for i in range(bits.size):
+            magnitude = np.int32(bits[i] & _MAGNITUDE)
+            if magnitude < INF_BITS:
+                top = np.int32(max(top, magnitude))
+    exponent = int(top >> 23) - 138 + (1 if (top & 0x7FFFFF) > 0x280000 else 0)
+    exponent = 0 if top == 0 else min(max(exponent, MIN_EXPONENT), MAX_EXPONENT)
+    return np.int32((exponent + 127) << 23).view(np.float32)
 
 
-_E4M3 = _e4m3_table()
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+@compiled(types.void(int32[::1], int32[::1], float32, float32[::1], uint8[::1], uint8[::1], float32[::1], int64[::1]))
+def _settle_incidents(
+    bits: Any, maxima: Any, to_scale: Any, inverses: Any, nibbles: Any, scale_bytes: Any, scales: Any, counters: Any
+) -> None:
+    """Counts what is not finite and what was clipped in a row, and makes blocks that are not finite read as NaN."""
+    row = bits.view(np.float32)
+    for b in range(maxima.size):
+        if maxima[b] >= INF_BITS:
+            for i in range(b * 16, b * 16 + 16):
+                counters[0] += np.int32(bits[i] & _MAGNITUDE) >= INF_BITS
+                nibbles[i] = 0
+            scale_bytes[b] = 0x7F
+            scales[b] = np.nan
+        elif np.float32(np.int32(maxima[b]).view(np.float32) * to_scale) > _CLIP:
+            for i in range(b * 16, b * 16 + 16):
+                counters[1] += abs(np.float32(row[i] * inverses[b])) > np.float32(6.0)
 
 
-def _compile(function: Any, signature: Any) -> Any:
-    try:
-        return njit(signature, cache=True, nogil=True, error_model="numpy")(function)
-    except RuntimeError as exc:
-        if "cannot cache" not in str(exc):
-            raise
-        # A read-only installation without a writable home: compile once a process (about 2 s).
-        return njit(signature, nogil=True, error_model="numpy")(function)
-
-
-def _encode_e4m3_loop(scale: Any, word: Any) -> Any:
-    """The byte nearest to a non-negative fp32; `word` is fp32 [1] of scratch space."""
-    if scale > np.float32(448.0):
-        return 0x7E
-    if scale < np.float32(0.015625):
-        return int(np.rint(scale * np.float32(512.0)))
-    word[0] = scale
-    bits = np.int64(word.view(np.int32)[0])
-    return ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-
-
-_encode_e4m3 = _compile(_encode_e4m3_loop, int64(float32, float32[::1]))
-
-
-def _rotate_loop(row: Any, width: Any, factor: Any) -> None:
-    stride = 1
-    while stride < width:
-        for start in range(0, row.size, 2 * stride):
-            for i in range(start, start + stride):
-                low, high = row[i], row[i + stride]
-                row[i] = low + high
-                row[i + stride] = low - high
-        stride *= 2
-    for i in range(row.size):
-        row[i] *= factor
-
-
-_rotate = _compile(_rotate_loop, types.void(float32[::1], int64, float32))
-
-
-def _quantize_rows_loop(
+@compiled(
+    *(
+        types.void(
+            source,
+            int64,
+            float32,
+            float32,
+            uint8[:, ::1],
+            uint8[:, ::1],
+            float32[::1],
+            uint16[:, ::1],
+            uint16[:, ::1],
+            int64[::1],
+        )
+        for source in (uint16[:, ::1], float32[:, ::1])
+    )
+)
+def quantize_rows(
     x: Any,
     rotation: Any,
     factor: Any,
     static_scale: Any,
     codes: Any,
-    scales: Any,
+    scale_bytes: Any,
     global_scales: Any,
+    hints: Any,
     values: Any,
     counters: Any,
 ) -> None:
-    """Quantizes x [N, K]; `static_scale` 0 means a power of two a row; `values` (BF16 bits) may have no rows."""
+    """Quantizes x [N, K], BF16 bits or fp32.
+
+    `static_scale` 0 means a power of two a row; `hints` [N, K/16] and `values` (BF16 bits) [N, K] may have no rows.
+    """
     rows, k = x.shape
-    row = np.empty(k, dtype=np.float32)
-    bits = row.view(np.int32)
-    word = np.empty(1, dtype=np.float32)
-    word_bits = word.view(np.int32)
-    kept = np.empty(16, dtype=np.float32)
-    kept_bits = kept.view(np.int32)
-    nibbles = np.empty(16, dtype=np.uint8)
-    with_values = values.shape[0] > 0
+    blocks = k // 16
+    bits = np.empty(k, dtype=np.int32)
+    row = bits.view(np.float32)
+    maxima = np.empty(blocks, dtype=np.int32)
+    eighths = np.empty(k // 2, dtype=np.uint32)
+    quarters = np.empty(k // 4, dtype=np.uint32)
+    scales = np.empty(blocks, dtype=np.float32)
+    inverses = np.empty(blocks, dtype=np.float32)
+    signs = np.empty(blocks, dtype=np.int32)
+    nibbles = np.empty(k, dtype=np.uint8)
+    narrow_eighths, narrow_quarters = eighths.view(np.uint16)[: k // 2], quarters.view(np.uint16)[: k // 4]
+    halves = np.empty(k // 8, dtype=np.uint16)
+    rotated = rotation > 1
     for r in range(rows):
-        for i in range(k):
-            row[i] = x[r, i]
-        if rotation > 1:
-            _rotate(row, rotation, factor)
-        g = static_scale
-        if g == np.float32(0.0):
-            # Magnitudes of finite fp32 values compare like their bits.
-            top = np.int32(0)
-            for i in range(k):
-                magnitude = bits[i] & np.int32(0x7FFFFFFF)
-                if magnitude < _INF_BITS:
-                    top = max(top, magnitude)
-            exponent = int(top >> 23) - 138 + (1 if (top & 0x7FFFFF) > 0x280000 else 0)
-            exponent = 0 if top == 0 else min(max(exponent, MIN_EXPONENT), MAX_EXPONENT)
-            word_bits[0] = np.int32((exponent + 127) << 23)
-            g = word[0]
+        if rotated:
+            stages.load_bits(x[r], bits)
+            stages.rotate(row, rotation, factor)
+        if x.itemsize == 2 and not rotated:
+            stages.block_maxima_bf16(x[r].view(np.uint16), narrow_eighths, narrow_quarters, halves, maxima)
+        else:
+            stages.block_maxima(bits if rotated else x[r].view(np.int32), eighths, quarters, maxima)
+        widest = np.int32(0)
+        for b in range(blocks):
+            widest = np.int32(max(widest, maxima[b]))
+        all_finite = widest < INF_BITS
+        if not (all_finite or rotated):
+            stages.load_bits(x[r], bits)
+        g = static_scale if static_scale != np.float32(0.0) else _row_scale(bits, maxima, all_finite)
         global_scales[r] = g
-        to_scale = (np.float32(1.0) / g) * _SIXTH
-        for b in range(k // 16):
-            base = b * 16
-            top = np.int32(0)
-            for i in range(base, base + 16):
-                top = max(top, bits[i] & np.int32(0x7FFFFFFF))
-            if top >= _INF_BITS:
-                for i in range(base, base + 16):
-                    counters[0] += (bits[i] & np.int32(0x7FFFFFFF)) >= _INF_BITS
-                scales[r, b] = 0x7F
-                for i in range(8):
-                    codes[r, b * 8 + i] = 0
-                if with_values:
-                    for i in range(base, base + 16):
-                        values[r, i] = 0x7FC0
-                continue
-            word_bits[0] = top
-            unrounded = word[0] * to_scale
-            byte = _encode_e4m3(unrounded, word)
-            scales[r, b] = byte
-            if byte == 0:
-                counters[2] += top > 0
-                for i in range(8):
-                    codes[r, b * 8 + i] = 0
-                if with_values:
-                    for i in range(base, base + 16):
-                        values[r, i] = 0
-                continue
-            scale = _E4M3[byte]
-            inverse = np.float32(1.0) / (scale * g)
-            for i in range(16):
-                u = row[base + i] * inverse
-                a = abs(u)
-                # Thresholds are the midpoints; >= where the upper neighbour has the even code.
-                index = np.uint8(a > np.float32(0.25)) + np.uint8(a >= np.float32(0.75))
-                index += np.uint8(a > np.float32(1.25)) + np.uint8(a >= np.float32(1.75))
-                index += np.uint8(a > np.float32(2.5)) + np.uint8(a >= np.float32(3.5))
-                index += np.uint8(a > np.float32(5.0))
-                nibbles[i] = index + (np.uint8(bits[base + i] < 0) << 3)
-            for i in range(8):
-                codes[r, b * 8 + i] = nibbles[2 * i] | (nibbles[2 * i + 1] << 4)
-            if unrounded > _CLIP:
-                for i in range(16):
-                    counters[1] += abs(row[base + i] * inverse) > np.float32(6.0)
-            if with_values:
-                for i in range(16):
-                    kept[i] = (_E2M1[nibbles[i]] * scale) * g
-                for i in range(16):
-                    word32 = kept_bits[i]
-                    values[r, base + i] = (word32 + 0x7FFF + ((word32 >> 16) & 1)) >> 16
+        to_scale = np.float32(np.float32(np.float32(1.0) / g) * _SIXTH)
+        stages.block_scales(maxima, to_scale, g, scale_bytes[r], scales, inverses, signs)
+        if rotated:
+            stages.e2m1_codes(row, inverses, signs, nibbles)
+        else:
+            stages.e2m1_codes(x[r], inverses, signs, nibbles)
+        vanished = 0
+        for b in range(blocks):
+            vanished += (signs[b] == 0) & (maxima[b] > 0)
+        counters[2] += vanished
+        if np.float32(np.int32(widest).view(np.float32) * to_scale) > _CLIP or not all_finite:
+            if not rotated:
+                stages.load_bits(x[r], bits)
+            _settle_incidents(bits, maxima, to_scale, inverses, nibbles, scale_bytes[r], scales, counters)
+        stages.pack_codes(nibbles.view(np.uint16), codes[r])
+        if hints.shape[0] > 0:
+            stages.hint_words(codes[r].view(np.uint64), hints[r])
+        if values.shape[0] > 0:
+            stages.bf16_values(nibbles, scales, g, values[r])
 
 
-quantize_rows = _compile(
-    _quantize_rows_loop,
-    types.void(
-        float32[:, ::1],
-        int64,
-        float32,
-        float32,
-        uint8[:, ::1],
-        uint8[:, ::1],
-        float32[::1],
-        uint16[:, ::1],
-        int64[::1],
-    ),
-)
-
-
-def _gather_dequantize_loop(codes: Any, scales: Any, index: Any, global_scale: Any, out: Any) -> Any:
-    """Fills `out` (BF16 bits) [n, heads, D]; returns the first position whose slot is outside the pool, or -1."""
-    slots, heads, half = codes.shape
-    kept = np.empty(2, dtype=np.float32)
-    kept_bits = kept.view(np.int32)
+@compiled(int64(uint8[:, ::1], uint8[:, ::1], types.Array(int64, 1, "A"), float32, uint16[:, ::1]))
+def gather_dequantize(codes: Any, scale_bytes: Any, index: Any, global_scale: Any, out: Any) -> Any:
+    """Fills `out` (BF16 bits) [n, K] from slots [slots, K/2]; returns the first position outside the pool, or -1."""
+    nibbles = np.empty(out.shape[1], dtype=np.uint8)
+    scales = np.empty(scale_bytes.shape[1], dtype=np.float32)
     for n in range(index.size):
         slot = index[n]
-        if slot < 0 or slot >= slots:
+        if slot < 0 or slot >= codes.shape[0]:
             return n
-        for h in range(heads):
-            for b in range(half // 8):
-                byte = scales[slot, h, b]
-                scale = _E4M3[byte]
-                if byte & 0x7F == 0x7F:
-                    for i in range(16):
-                        out[n, h, b * 16 + i] = 0x7FC0
-                    continue
-                for i in range(8):
-                    pair = codes[slot, h, b * 8 + i]
-                    kept[0] = (_E2M1[pair & 15] * scale) * global_scale
-                    kept[1] = (_E2M1[pair >> 4] * scale) * global_scale
-                    for j in range(2):
-                        word32 = kept_bits[j]
-                        out[n, h, b * 16 + 2 * i + j] = (word32 + 0x7FFF + ((word32 >> 16) & 1)) >> 16
+        stages.scale_values(scale_bytes[slot], scales)
+        stages.unpack_codes(codes[slot], nibbles.view(np.uint16))
+        stages.bf16_values(nibbles, scales, global_scale, out[n])
     return -1
-
-
-gather_dequantize = _compile(
-    _gather_dequantize_loop,
-    int64(
-        types.Array(uint8, 3, "A"),
-        types.Array(uint8, 3, "A"),
-        types.Array(int64, 1, "A"),
-        float32,
-        uint16[:, :, ::1],
-    ),
-)
-
-
-def _hint_bits_loop(blocks: Any, out: Any) -> None:
-    for n in range(blocks.shape[0]):
-        bits = 0
-        for i in range(8):
-            byte = int(blocks[n, i])
-            bits |= ((byte & 1) << (2 * i)) | (((byte >> 4) & 1) << (2 * i + 1))
-        out[n] = bits
-
-
-hint_bits = _compile(_hint_bits_loop, types.void(uint8[:, ::1], uint16[::1]))

@@ -3,7 +3,7 @@
 Fast backends live in `trace_serve.kernels`; guided rounding lives in `trace_serve.guided`.
 """
 
-from trace_serve.nvfp4.block_scale import Operand, Rules, rules
+from trace_serve.nvfp4.block_scale import OPERANDS, Operand, Rules, rules
 from trace_serve.nvfp4.fake import fake_quantize, fake_quantize_tokens, fake_quantize_weight, straight_through
 from trace_serve.nvfp4.global_scale import (
     GlobalScale,
@@ -34,6 +34,7 @@ from trace_serve.nvfp4.rotation import hadamard, rotate
 
 __all__ = [
     "INCIDENT_NAMES",
+    "OPERANDS",
     "GlobalScale",
     "Operand",
     "Quantized",

@@ -12,6 +12,7 @@ from trace_serve.nvfp4 import e4m3
 from trace_serve.recipe import BLOCK, E2M1_MAX, Recipe
 
 Operand = Literal["activations", "weights", "kv"]
+OPERANDS: tuple[Operand, ...] = ("activations", "weights", "kv")
 
 
 @dataclass(frozen=True)

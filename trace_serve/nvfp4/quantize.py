@@ -36,11 +36,14 @@ class Quantized:
         codes: uint8 [..., K/2], two E2M1 codes a byte, even index in the low nibble.
         scales: uint8 [..., K/16], E4M3 bytes in row order.
         global_scale: fp32, broadcastable to [...].
+        hints: uint16 [..., K/16], the lowest bit of every code, where a kernel was asked for them; otherwise None, and
+            `hint_bits(codes)` gives them.
     """
 
     codes: Tensor
     scales: Tensor
     global_scale: Tensor
+    hints: Tensor | None = None
 
 
 def new_counters(device: torch.device | str = "cpu") -> Tensor:
