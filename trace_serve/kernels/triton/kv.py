@@ -126,7 +126,7 @@ def store_kv(
     check_counters(device, counters)
     d_blocks = head_dim // BLOCK
     shape = (tokens, heads, d_blocks)
-    words = [torch.zeros(shape, dtype=torch.uint16, device=device) for _ in range(2)] if hints else []
+    words = [torch.zeros(shape, dtype=torch.int16, device=device) for _ in range(2)] if hints else []
     total = tokens * heads * d_blocks
     if total:
         k, v = addressable(k), addressable(v)
@@ -143,7 +143,7 @@ def store_kv(
             buffers.v_codes.view(torch.int64),
             buffers.k_scales,
             buffers.v_scales,
-            *([word.view(torch.int16) for word in words] or [buffers.k_scales, buffers.v_scales]),
+            *(words or [buffers.k_scales, buffers.v_scales]),
             buffers.k_scales if counters is None else counters,
             *(stride // BLOCK for x in (k, v) for stride in x.stride()[:2]),
             tokens,
@@ -164,7 +164,7 @@ def store_kv(
             level=_jit.device_level(device),
             num_warps=1,
         )
-    return (words[0], words[1]) if hints else None
+    return (words[0].view(torch.uint16), words[1].view(torch.uint16)) if hints else None
 
 
 def gather_dequantize(
