@@ -227,7 +227,7 @@ def _serve(layout: Layout, preset: str, steps: Steps, *, port: int, keep_serving
         public_key=layout.public_key,
         hint_dir=layout.hints,
         port=port,
-        api_key=secrets.token_urlsafe(18),
+        api_key=secrets.token_hex(16),
         log_path=layout.root / "server.log",
         engine_log=layout.root / "engine.log",
     )

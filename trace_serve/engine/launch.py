@@ -80,7 +80,7 @@ class EngineProcess:
         self.config = config
         self.recipe = config.recipe or PRESETS["bf16"]
         self.served_name = config.model.name
-        self.api_key = secrets.token_urlsafe(24)
+        self.api_key = secrets.token_hex(24)
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._run_dir: tempfile.TemporaryDirectory[str] | None = None
@@ -176,7 +176,8 @@ class EngineProcess:
         if self.recipe.experts != "bf16":
             arguments["--quantization"] = spec.QUANTIZATION
         flags = ["--skip-server-warmup", "--sleep-on-idle", "--enable-return-routed-experts"]
-        return [part for pair in arguments.items() for part in pair] + flags + list(config.extra_args)
+        # Joined by "=", so that no value can be taken for an option, whatever it starts with.
+        return [f"{name}={value}" for name, value in arguments.items()] + flags + list(config.extra_args)
 
     def poll(self) -> int | None:
         """The exit status, or None while the process runs."""

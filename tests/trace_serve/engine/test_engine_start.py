@@ -58,6 +58,15 @@ def test_a_directory_without_a_model_is_refused_before_anything_starts(tmp_path:
         EngineProcess(EngineConfig(model=tmp_path)).start()
 
 
+def test_a_value_that_starts_with_a_dash_is_not_taken_for_an_option(tmp_path: Path) -> None:
+    engine = EngineProcess(EngineConfig(model=Path("-model")))
+    engine.api_key = "-secret"
+    arguments = engine._arguments()
+    assert "--api-key=-secret" in arguments
+    assert "--model-path=-model" in arguments
+    assert not {"-secret", "-model"} & set(arguments)
+
+
 @pytest.mark.engine
 def test_an_engine_ends_with_the_process_that_started_it(fp4_policy: Policy, tmp_path: Path) -> None:
     code = (
