@@ -21,7 +21,6 @@ from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import (
 )
 from torch import Tensor
 
-from trace_serve import nvfp4
 from trace_serve.engine import state
 from trace_serve.errors import EngineError
 from trace_serve.recipe import BLOCK
@@ -57,7 +56,7 @@ class GatheredKV:
 
 
 class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
-    """K and V of the recipe's layers in NVFP4 with one static power-of-two global scale; other layers in BF16.
+    """K and V of the recipe's layers in NVFP4 with static global scales; other layers in BF16.
 
     K is stored rotated when the recipe says so; `plugin` rotates the queries of those layers, so that scores are those
     of the unrotated product.
@@ -68,7 +67,6 @@ class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
 
     def __init__(self, num_layers: int | None = None, device: str | None = None, page_size: int | None = None) -> None:
         self.recipe = state.get().spec.recipe
-        self.global_scale = nvfp4.kv_global_scale(self.recipe)
         self.layers: list[LayerBuffers] = []
         self._layer_of: dict[int, int] = {}
 
@@ -113,18 +111,22 @@ class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
         native_k_scale_buffer: Tensor | None = None,
         native_v_scale_buffer: Tensor | None = None,
     ) -> None:
-        layer = self.layers[self._layer_of[id(k_buffer)]]
+        index = self._layer_of[id(k_buffer)]
+        layer = self.layers[index]
         if layer.k_scales is None or layer.v_scales is None:
             layer.k[loc], layer.v[loc] = cache_k, cache_v
             return
-        self._store(layer.k, layer.k_scales, loc, cache_k, self.recipe.k_rotation)
-        self._store(layer.v, layer.v_scales, loc, cache_v, 0)
+        k_global, v_global = self.recipe.kv_scales(index)
+        self._store(layer.k, layer.k_scales, loc, cache_k, k_global, self.recipe.k_rotation)
+        self._store(layer.v, layer.v_scales, loc, cache_v, v_global, 0)
 
-    def _store(self, codes: Tensor, scales: Tensor, loc: Tensor, values: Tensor, rotation: int) -> None:
+    def _store(
+        self, codes: Tensor, scales: Tensor, loc: Tensor, values: Tensor, global_scale: float, rotation: int
+    ) -> None:
         engine = state.get()
         rows = values.reshape(-1, values.shape[-1])
-        quantized = engine.kernels.quantize_rows(
-            rows, rotation=rotation, global_scale=self.global_scale, counters=engine.counters
+        quantized = engine.kernels.quantize_kv(
+            rows, global_scale=global_scale, rotation=rotation, counters=engine.counters
         )
         heads = codes.shape[1]
         codes[loc] = quantized.codes.view(-1, heads, codes.shape[2])
@@ -135,7 +137,9 @@ class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
     ) -> Any:
         if fp4_tensor.dtype == torch.bfloat16:
             return fp4_tensor
-        return GatheredKV(fp4_tensor, scales, self.global_scale)
+        index = self._layer_of[id(fp4_tensor)]
+        k_global, v_global = self.recipe.kv_scales(index)
+        return GatheredKV(fp4_tensor, scales, k_global if fp4_tensor is self.layers[index].k else v_global)
 
     def dequantize_prev_kv(
         self, k_fp4: Tensor, k_scales: Tensor, v_fp4: Tensor, v_scales: Tensor, layer_id: int

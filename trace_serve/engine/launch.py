@@ -22,7 +22,7 @@ from typing import Any
 
 from trace_serve.engine import spec
 from trace_serve.engine.telemetry import Telemetry
-from trace_serve.errors import EngineError
+from trace_serve.errors import ConfigError, EngineError
 from trace_serve.policy.digest import digest_directory
 from trace_serve.policy.tokenizer import chat_template_digest, tokenizer_digest
 from trace_serve.recipe import PRESETS, Recipe
@@ -106,9 +106,16 @@ class EngineProcess:
 
         Raises:
             EngineError: it runs already, or the model directory is not there.
+            ConfigError: this engine cannot compute the recipe exactly.
         """
         if self._process is not None:
             raise EngineError("the engine is already started; make a new EngineProcess to start another")
+        if not self.recipe.exact_in_bf16:
+            raise ConfigError(
+                "recipe: it has global scales that are not powers of two, so BF16 cannot hold its values exactly, and "
+                "this engine multiplies their BF16 images; choose pow2 scales (preset portable)",
+                field="recipe",
+            )
         if not (self.config.model / "config.json").is_file():
             raise EngineError(
                 f"model {self.config.model}: no config.json there; expected a Hugging Face model directory"

@@ -138,23 +138,20 @@ class TraceNvFp4MoEMethod(UnquantizedFusedMoEMethod):
                         f"layer {layer.layer_id} expert {expert}: the update replaced only one of gate and up, which "
                         "share a global scale; send both"
                     )
-                rows.copy_(self._image(rows, engine))
+                rows.copy_(engine.kernels.fake_quantize_weight(rows, parts=parts, counters=engine.counters))
                 known[expert] = _fingerprint(rows, parts)
         engine.flush_counters()
-
-    def _image(self, rows: Tensor, engine: state.EngineState) -> Tensor:
-        rotated = nvfp4.rotate(rows, self.recipe.expert_rotation)
-        g = float(nvfp4.weight_global_scale(rotated.unsqueeze(0), self.recipe)[0])
-        values, _ = engine.kernels.fake_quantize_rows(rotated, global_scale=g, counters=engine.counters)
-        return values
 
     def apply(self, layer: Any, dispatch_output: Any) -> StandardCombineInput:
         engine = state.get()
         x = dispatch_output.hidden_states
         topk_weights, topk_ids, _ = dispatch_output.topk_output
         if self.recipe.experts == "w4a4":
-            inputs, quantized = engine.kernels.fake_quantize_rows(
-                x, rotation=self.recipe.expert_rotation, counters=engine.counters
+            inputs, quantized = engine.kernels.fake_quantize_activations(
+                x,
+                static_scale=self.recipe.experts_in_scale(layer.layer_id),
+                hints=engine.slots is not None,
+                counters=engine.counters,
             )
             engine.capture_experts_in(layer.layer_id, quantized)
         else:
@@ -168,17 +165,22 @@ class TraceNvFp4MoEMethod(UnquantizedFusedMoEMethod):
         return nvfp4.rotate(x, width).to(x.dtype) if width else x
 
     def _experts(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """x [T, H] BF16 to [T, H] BF16; products accumulate in the order of the expert index, in FP32."""
+        """x [T, H] BF16 to [T, H] BF16.
+
+        Products are BF16, SiLU and its product with the up projection are FP32 and rounded once, and experts are summed
+        in FP32 in the order of their index.
+        """
+        engine = state.get()
         out = torch.zeros(x.shape[0], layer.w2_weight.shape[1], dtype=torch.float32)
         for expert in torch.unique(topk_ids).tolist():
             if expert < 0:
                 continue
             rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
-            gate, up = linear(x[rows], layer.w13_weight[expert]).chunk(2, dim=-1)
-            middle = silu(gate) * up
+            gate, up = linear(x[rows], layer.w13_weight[expert]).float().chunk(2, dim=-1)
+            middle = (silu(gate) * up).to(x.dtype)
             if self.recipe.experts == "w4a4":
-                middle, _ = state.get().kernels.fake_quantize_rows(
-                    middle, rotation=self.recipe.expert_rotation, counters=state.get().counters
+                middle, _ = engine.kernels.fake_quantize_activations(
+                    middle, static_scale=self.recipe.experts_mid_scale(layer.layer_id), counters=engine.counters
                 )
             else:
                 middle = self._rotated(middle)

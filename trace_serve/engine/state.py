@@ -11,7 +11,7 @@ from trace_serve import nvfp4
 from trace_serve.engine.spec import EngineSpec
 from trace_serve.engine.telemetry import Telemetry
 from trace_serve.errors import EngineError
-from trace_serve.kernels.base import Kernels, get_kernels
+from trace_serve.kernels import RecipeKernels, kernels_for
 
 if TYPE_CHECKING:
     from trace_serve.hints.slots import ExpertInputSlots, SlotVersions
@@ -31,7 +31,7 @@ class EngineState:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.telemetry = Telemetry(spec.run_dir)
-        self.kernels: Kernels = get_kernels("auto", "cpu")
+        self.kernels: RecipeKernels = kernels_for(spec.recipe, "cpu")
         self.counters: Tensor = nvfp4.new_counters()
         self.slots: ExpertInputSlots | None = None
         self.versions: SlotVersions | None = None
@@ -58,7 +58,7 @@ class EngineState:
         if self.locations is None or self.locations.shape[0] != quantized.codes.shape[0]:
             self.telemetry.add("capture_mismatches", 1)
             return
-        self.slots.store(layer, self.locations, quantized, self.kernels, self.weight_version)
+        self.slots.store(layer, self.locations, quantized, self.weight_version)
 
     def flush_counters(self) -> None:
         """Moves the incident counts of the kernels to the shared telemetry."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trace_serve.kernels.base import Kernels
 from trace_serve.nvfp4 import Quantized
 from trace_serve.recipe import BLOCK
 
@@ -71,11 +70,19 @@ class ExpertInputSlots:
         self._global_log2 = torch.zeros(len(layers), slots, dtype=torch.int8)
         self._version = torch.full((len(layers), slots), NEVER_WRITTEN, dtype=torch.int32)
 
-    def store(self, layer: int, slots: Tensor, quantized: Quantized, kernels: Kernels, version: int) -> None:
-        """Writes the rows of one forward pass: `quantized` has one row a slot, in the order of `slots` (int64 [N])."""
+    def store(self, layer: int, slots: Tensor, quantized: Quantized, version: int) -> None:
+        """Writes the rows of one forward pass.
+
+        Args:
+            layer: global layer index, one of `layers`.
+            slots: int64 [N].
+            quantized: N rows in the order of `slots`, with hints and a power-of-two global scale a row.
+            version: of the weights that computed the rows.
+        """
+        assert quantized.hints is not None
         i = self._row[layer]
         # uint16 has no index_put kernel on a CPU; int16 views share the memory.
-        self._bits[i].view(torch.int16)[slots] = kernels.hint_bits(quantized.codes).view(torch.int16)
+        self._bits[i].view(torch.int16)[slots] = quantized.hints.view(torch.int16)
         self._scales[i][slots] = quantized.scales
         self._global_log2[i][slots] = _exponent(quantized.global_scale)
         self._version[i][slots] = version

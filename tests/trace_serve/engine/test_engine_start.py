@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from trace_serve.engine.launch import EngineConfig, EngineProcess
-from trace_serve.errors import EngineError
+from trace_serve.errors import ConfigError, EngineError
 from trace_serve.policy.manifest import Policy
+from trace_serve.recipe import PRESETS
 
 REMOVE_SEAM = '''
 import importlib.abc, importlib.machinery, sys
@@ -58,13 +59,18 @@ def test_a_directory_without_a_model_is_refused_before_anything_starts(tmp_path:
         EngineProcess(EngineConfig(model=tmp_path)).start()
 
 
-def test_a_value_that_starts_with_a_dash_is_not_taken_for_an_option(tmp_path: Path) -> None:
+def test_a_value_that_starts_with_a_dash_is_not_taken_for_an_option() -> None:
     engine = EngineProcess(EngineConfig(model=Path("-model")))
     engine.api_key = "-secret"
     arguments = engine._arguments()
     assert "--api-key=-secret" in arguments
     assert "--model-path=-model" in arguments
     assert not {"-secret", "-model"} & set(arguments)
+
+
+def test_a_recipe_that_this_engine_cannot_compute_exactly_is_refused(engine_model: Path) -> None:
+    with pytest.raises(ConfigError, match="powers of two"):
+        EngineProcess(EngineConfig(model=engine_model, recipe=PRESETS["gb200"])).start()
 
 
 @pytest.mark.engine

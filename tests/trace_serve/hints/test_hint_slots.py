@@ -6,21 +6,19 @@ import torch
 
 from trace_serve import nvfp4
 from trace_serve.hints.slots import ExpertInputSlots, SlotVersions
-from trace_serve.kernels.base import get_kernels
+from trace_serve.kernels import kernels_for
 from trace_serve.recipe import Recipe
-
-KERNELS = get_kernels("reference")
 
 
 def quantized(rows: int, seed: int) -> nvfp4.Quantized:
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)) * 10
-    return nvfp4.quantize_tokens(x, Recipe())
+    return kernels_for(Recipe()).quantize_activations(x, hints=True)
 
 
 def filled() -> tuple[ExpertInputSlots, nvfp4.Quantized]:
     slots, q = ExpertInputSlots(10, (2, 5), 64), quantized(3, 0)
     for layer in (2, 5):
-        slots.store(layer, torch.tensor([7, 1, 4]), q, KERNELS, version=0)
+        slots.store(layer, torch.tensor([7, 1, 4]), q, version=0)
     return slots, q
 
 
@@ -37,7 +35,7 @@ def test_rows_come_back_in_the_order_asked_for() -> None:
 
 def test_a_slot_that_one_layer_did_not_write_is_missing() -> None:
     slots, _ = filled()
-    slots.store(2, torch.tensor([9]), quantized(1, 1), KERNELS, version=0)
+    slots.store(2, torch.tensor([9]), quantized(1, 1), version=0)
     assert slots.read(torch.tensor([9, 7]), version=0).present.tolist() == [False, True]
 
 
@@ -45,13 +43,13 @@ def test_rows_of_other_weights_are_missing() -> None:
     slots, _ = filled()
     assert not slots.read(torch.tensor([1, 4, 7]), version=1).present.any()
     for layer in (2, 5):
-        slots.store(layer, torch.tensor([4]), quantized(1, 2), KERNELS, version=1)
+        slots.store(layer, torch.tensor([4]), quantized(1, 2), version=1)
     assert slots.read(torch.tensor([1, 4, 7]), version=1).present.tolist() == [False, True, False]
 
 
 def test_an_empty_forward_pass_stores_nothing() -> None:
     slots, _ = filled()
-    slots.store(2, torch.zeros(0, dtype=torch.int64), quantized(0, 3), KERNELS, version=0)
+    slots.store(2, torch.zeros(0, dtype=torch.int64), quantized(0, 3), version=0)
     assert slots.read(torch.tensor([1]), version=0).present.all()
 
 
