@@ -285,23 +285,30 @@ def _show_hints(path: Path, console: Console) -> None:
 
 
 def _keep(server: Any, model: str, console: Console) -> None:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 24,
+        "temperature": 0,
+    }
     console.print("serving until Ctrl-C; try:\n")
     typer.echo(
         f"curl -s {server.url}/v1/chat/completions -H 'Authorization: Bearer {server.api_key}' "
-        "-H 'Content-Type: application/json' "
-        f"""-d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "max_tokens": 24}}'"""
+        f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
     )
     typer.echo(
         f"""
 from openai import OpenAI
 
 client = OpenAI(base_url="{server.url}/v1", api_key="{server.api_key}")
-answer = client.chat.completions.create(
-    model="{model}", max_tokens=24, messages=[{{"role": "user", "content": "{QUESTION}"}}]
-)
+answer = client.chat.completions.create(**{body!r})
 print(answer.choices[0].message.content)
 """
     )
-    while server.poll() is None:
-        time.sleep(0.5)
+    try:
+        while server.poll() is None:
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        console.print("stopping")
+        return
     raise TraceServeError(f"the server ended with code {server.poll()}; see its log")
