@@ -17,13 +17,15 @@ INSTALLED := $(VENV)/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format bench doctor clean
+.PHONY: help install quickstart test lint format bench bench-kernels bench-gpu doctor clean
 
 help:
 	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
 	@echo 'make test        the same set-up, then every test (PYTEST_ARGS=... for a part of them)'
 	@echo 'make lint        formatting, ruff and mypy; make format mends the first'
 	@echo 'make bench       load the server at HOST=$(HOST) with locust'
+	@echo 'make bench-kernels  NVFP4 quantization on this CPU beside public packers and a memory copy'
+	@echo 'make bench-gpu   bandwidth of the Triton kernels on a card'
 	@echo 'make doctor      check the installation'
 	@echo 'make install     only the set-up'
 	@echo 'make clean       remove $(VENV) and caches; runs/ stays'
@@ -49,6 +51,12 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/locust -f deploy/locust/locustfile.py --headless --host $(HOST) --users $(USERS) --run-time $(RUN_TIME)
+
+bench-kernels: $(INSTALLED)
+	$(BIN)/python benchmarks/bench_kernels.py
+
+bench-gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/bench_gpu.py
 
 doctor: $(INSTALLED)
 	$(BIN)/trace-serve doctor
