@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# A shell starts background jobs with SIGINT ignored, and every child inherits that; tests interrupt their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Read when sglang is first imported, so it has to stand before any test does that.
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
