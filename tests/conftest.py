@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-# A shell starts background jobs with SIGINT ignored, and every child inherits that; tests interrupt their children.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # Read when sglang is first imported, so it has to stand before any test does that.
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
@@ -22,6 +19,9 @@ from trace_serve.policy.build import build_policy
 from trace_serve.policy.manifest import Policy
 from trace_serve.recipe import Recipe
 from trace_serve.server.process import ServerProcess
+
+# A shell starts background jobs with SIGINT ignored, and every child inherits that; tests interrupt their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 START_TIMEOUT_S = 240.0
 CHUNK = 64
