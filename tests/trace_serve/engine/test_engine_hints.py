@@ -117,6 +117,16 @@ def test_a_hint_file_is_there_when_the_answer_is(fp4_engine: EngineProcess) -> N
     assert [p.name for p in path.parent.iterdir() if p.name.startswith(".")] == []
 
 
+def test_routed_experts_come_on_the_same_rows(fp4_engine: EngineProcess) -> None:
+    prompt = engine_model.token_ids(11, 14)
+    hints = decoded(generate(fp4_engine, prompt, new=4, return_routed_experts=True))
+    routed = hints.routed_experts
+    assert routed is not None
+    assert routed.shape == (hints.rows, engine_model.LAYERS, 2)
+    assert routed.max() < engine_model.EXPERTS
+    assert (routed[:, :, 0] != routed[:, :, 1]).all()
+
+
 def test_a_request_without_hints_gets_none(fp4_engine: EngineProcess) -> None:
     body = {"input_ids": engine_model.token_ids(6, 8), "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
     assert "trace_hints" not in fp4_engine.request("/generate", body)["meta_info"]
