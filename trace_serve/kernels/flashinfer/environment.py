@@ -40,13 +40,9 @@ def require_exact_math() -> None:
         ConfigError: a variable has another value, or is missing although FlashInfer is already imported. `field` names
             it.
     """
-    if "flashinfer" not in sys.modules and not _contradicted():
+    if "flashinfer" not in sys.modules:
         for name in EXACT_MATH:
-            os.environ[name] = "1"
+            os.environ.setdefault(name, "1")
     problem = exact_math_problem()
     if problem:
         raise ConfigError(problem, field=problem.partition(":")[0])
-
-
-def _contradicted() -> bool:
-    return any(os.environ.get(name, "1") != "1" for name in EXACT_MATH) or os.environ.get(FOUR_OVER_SIX) == "1"
