@@ -27,7 +27,6 @@ from trace_serve.policy.digest import digest_directory
 from trace_serve.policy.tokenizer import chat_template_digest, tokenizer_digest
 from trace_serve.recipe import PRESETS, Recipe
 
-FAILURE_PREFIX = "trace-serve engine failed: "
 _POLL_S = 0.25
 
 
@@ -269,8 +268,8 @@ class EngineProcess:
         except OSError:
             return "it left no log"
         for line in reversed(lines):
-            if FAILURE_PREFIX in line:
-                return line.split(FAILURE_PREFIX, 1)[1]
+            if spec.FAILURE_PREFIX in line:
+                return line.split(spec.FAILURE_PREFIX, 1)[1]
         errors = [line for line in lines if "Error" in line]
         return (errors or lines or ["its log is empty"])[-1].strip()[-600:]
 

@@ -17,7 +17,6 @@ from trace_serve.engine import report, spec
 from trace_serve.errors import SeamError, TraceServeError
 
 _PARENT_POLL_S = 1.0
-FAILURE_PREFIX = "trace-serve engine failed: "
 
 
 def _verified_start(
@@ -93,7 +92,7 @@ def main() -> int:
         known = isinstance(exc, TraceServeError)
         if not known:
             traceback.print_exc()
-        print(f"{FAILURE_PREFIX}{exc if known else f'{type(exc).__name__}: {exc}'}", file=sys.stderr, flush=True)
+        print(f"{spec.FAILURE_PREFIX}{exc if known else f'{type(exc).__name__}: {exc}'}", file=sys.stderr, flush=True)
         return exc.exit_code if isinstance(exc, TraceServeError) else 1
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

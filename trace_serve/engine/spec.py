@@ -11,6 +11,8 @@ from trace_serve.errors import ConfigError
 from trace_serve.recipe import PRESETS, Recipe
 
 ENV = "TRACE_SERVE_ENGINE"
+FAILURE_PREFIX = "trace-serve engine failed: "
+"""Starts the line of the engine's log that says why it did not start; the launcher shows that line."""
 QUANTIZATION = "trace_nvfp4"
 """Name of our method for SGLang's --quantization."""
 

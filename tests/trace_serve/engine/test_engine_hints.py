@@ -206,6 +206,14 @@ def test_reloading_weights_there_and_back_gives_the_same_log_probabilities(
     assert all(site.present.all() for site in decoded(generate(fp4_engine, prompt)).sites)
 
 
+@pytest.mark.parametrize("path", ["/trace/report", "/trace/heartbeat", "/generate", "/v1/models"])
+def test_the_engine_answers_nobody_without_its_key(fp4_engine: EngineProcess, path: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(fp4_engine.url + path, timeout=10)
+    with refused.value as error:
+        assert error.code == 401
+
+
 def test_the_heartbeat_is_fresh_while_idle(fp4_engine: EngineProcess) -> None:
     beat = fp4_engine.request("/trace/heartbeat")
     assert beat["alive"]
