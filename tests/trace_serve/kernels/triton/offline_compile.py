@@ -7,6 +7,7 @@ the ones a card would get.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -84,8 +85,11 @@ def compiling_for(capability: int, directory: Path) -> Iterator[list[Machine]]:
         options = {key: value for key, value in options.items() if key not in bound}
         compiled.append(_machine(self.fn.__name__, triton.compile(source, target=target, options=options), directory))
 
+    # FlashInfer points Triton at the machine's own ptxas when it is imported; figures must not depend on that.
+    own_tools = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_PTXAS")}
     level = _jit.level_of((capability // 10, capability % 10))
     with (
+        mock.patch.dict(os.environ, own_tools, clear=True),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(_jit, "device_level", return_value=level),
         triton.knobs.cache.scope(),
