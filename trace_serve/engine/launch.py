@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib.util
 import json
 import os
 import secrets
@@ -22,7 +23,7 @@ from typing import Any
 
 from trace_serve.engine import spec
 from trace_serve.engine.telemetry import Telemetry
-from trace_serve.errors import ConfigError, EngineError
+from trace_serve.errors import ConfigError, EngineError, SeamError
 from trace_serve.policy.digest import digest_directory
 from trace_serve.policy.tokenizer import chat_template_digest, tokenizer_digest
 from trace_serve.recipe import PRESETS, Recipe
@@ -105,10 +106,12 @@ class EngineProcess:
 
         Raises:
             EngineError: it runs already, or the model directory is not there.
-            ConfigError: this engine cannot compute the recipe exactly.
+            ConfigError: SGLang is not installed, or this engine cannot compute the recipe exactly.
         """
         if self._process is not None:
             raise EngineError("the engine is already started; make a new EngineProcess to start another")
+        if importlib.util.find_spec("sglang") is None:
+            raise ConfigError("sglang is not installed here; run `pip install 'trace-serve[engine]'`", field="engine")
         if not self.recipe.exact_in_bf16:
             raise ConfigError(
                 "recipe: it has global scales that are not powers of two, so BF16 cannot hold its values exactly, and "
@@ -199,8 +202,9 @@ class EngineProcess:
             progress: called several times a second with the seconds waited.
 
         Raises:
-            EngineError: it exited (the reason is the engine's own, a seam is named), did not answer in time, or the
-                canary's answer is not what this recipe gives. The engine is stopped first.
+            SeamError: it found that a place in SGLang is not what it was; the message names it.
+            EngineError: it exited otherwise, did not answer in time, or the canary's answer is not what this recipe
+                gives. The engine is stopped first in every case.
         """
         begin = time.monotonic()
         try:
@@ -209,9 +213,7 @@ class EngineProcess:
                 if progress is not None:
                     progress(waited)
                 if self.poll() is not None:
-                    raise EngineError(
-                        f"engine for {self.config.model} exited with status {self.poll()}: {self.last_words()}"
-                    )
+                    raise self._ended()
                 if waited > timeout_s:
                     raise EngineError(
                         f"engine for {self.config.model} did not answer within {timeout_s:.0f} s; see {self.log_path}"
@@ -226,6 +228,12 @@ class EngineProcess:
             self.stop()
             raise
         return loaded
+
+    def _ended(self) -> EngineError:
+        words = self.last_words()
+        # A scheduler that finds a moved seam takes its parent down by a signal, so its words are looked at too.
+        kind = SeamError if self.poll() == spec.EXIT_SEAM or "SeamError" in words else EngineError
+        return kind(f"engine for {self.config.model} exited with status {self.poll()}: {words}")
 
     def _canary(self, loaded: dict[str, Any], timeout_s: float) -> None:
         """One greedy request. On an FP4 engine its hints must be there and not be all zero."""

@@ -93,6 +93,8 @@ def main() -> int:
         if not known:
             traceback.print_exc()
         print(f"{spec.FAILURE_PREFIX}{exc if known else f'{type(exc).__name__}: {exc}'}", file=sys.stderr, flush=True)
+        if isinstance(exc, SeamError):
+            return spec.EXIT_SEAM
         return exc.exit_code if isinstance(exc, TraceServeError) else 1
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

@@ -13,6 +13,8 @@ from trace_serve.recipe import PRESETS, Recipe
 ENV = "TRACE_SERVE_ENGINE"
 FAILURE_PREFIX = "trace-serve engine failed: "
 """Starts the line of the engine's log that says why it did not start; the launcher shows that line."""
+EXIT_SEAM = 10
+"""Exit status of an engine that found a seam moved: starting it again cannot help."""
 QUANTIZATION = "trace_nvfp4"
 """Name of our method for SGLang's --quantization."""
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from trace_serve.engine.launch import EngineConfig, EngineProcess
-from trace_serve.errors import ConfigError, EngineError
+from trace_serve.errors import ConfigError, EngineError, SeamError
 from trace_serve.policy.manifest import Policy
 from trace_serve.recipe import PRESETS
 
@@ -49,7 +49,7 @@ def test_a_moved_seam_stops_the_start_and_is_named(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     engine = EngineProcess(EngineConfig(model=fp4_policy.path, recipe=fp4_policy.recipe, log_path=tmp_path / "log"))
     engine.start()
-    with pytest.raises(EngineError, match=r"seam collect .*_maybe_collect_routed_experts"):
+    with pytest.raises(SeamError, match=r"seam collect .*_maybe_collect_routed_experts"):
         engine.wait_ready(180)
     assert engine.poll() is not None
 
