@@ -117,16 +117,3 @@ def activation_global_scale(x: Tensor, recipe: Recipe) -> Tensor:
 def weight_global_scale(weight: Tensor, recipe: Recipe) -> Tensor:
     """The scale kept for each matrix: weight [E, N, K] to fp32 [E]."""
     return matrix_global_scale(weight, recipe).decode
-
-
-def kv_global_scale(recipe: Recipe) -> float:
-    """The one constant of `pow2_static`; with `static`, read `recipe.kv_scales(layer)` instead.
-
-    Raises:
-        RecipeError: the recipe has scales for K and V of their own.
-    """
-    if recipe.kv_global_scale != "pow2_static":
-        raise RecipeError(
-            "recipe kv_global_scale: 'static' has no single constant; use Recipe.kv_scales", field="kv_global_scale"
-        )
-    return float(2.0**recipe.kv_global_scale_log2)

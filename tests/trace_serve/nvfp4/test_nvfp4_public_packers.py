@@ -3,7 +3,7 @@
 Where they differ, the name of the test says in which choice.
 """
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 import warnings
@@ -175,8 +175,6 @@ np.savez(sys.argv[2], codes=q._quantized_data.numpy(), scales=scales.view(torch.
 
 @pytest.fixture(scope="module")
 def modelopt_packed(data, tmp_path_factory):
-    if importlib.util.find_spec("modelopt") is None:
-        pytest.skip("nvidia-modelopt is not installed")
     folder = tmp_path_factory.mktemp("modelopt")
     np.save(folder / "x.npy", data.numpy())
     arguments = [sys.executable, "-c", _MODELOPT, str(folder / "x.npy"), str(folder / "q.npz")]

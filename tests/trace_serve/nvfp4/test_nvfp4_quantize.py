@@ -12,7 +12,6 @@ from trace_serve.nvfp4 import (
     dequantize,
     e4m3,
     fake_quantize,
-    kv_global_scale,
     quantize,
     quantize_tokens,
     unpack,
@@ -153,10 +152,6 @@ def test_a_weight_tensor_takes_one_scale_an_expert():
     q = quantize(w, g.unsqueeze(1), RECIPE)
     for expert in range(4):
         assert torch.equal(q.codes[expert], quantize(w[expert], float(g[expert]), RECIPE).codes)
-
-
-def test_the_kv_scale_is_the_constant_of_the_recipe():
-    assert kv_global_scale(Recipe(kv_global_scale_log2=-3)) == 0.125
 
 
 @pytest.mark.parametrize(
