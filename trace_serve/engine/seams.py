@@ -46,21 +46,8 @@ def _status(name: str, kind: str, target: str, check: Callable[[], str | None], 
     return SeamStatus(name, kind, target, problem is None, "ok" if problem is None else f"{problem} ({why})")
 
 
-_PARAMETERS = {
-    "kv-method": ("self", "num_layers"),
-    "kv-cell-size": ("self", "kvc", "num_layers"),
-    "query-rotation-prefill": ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
-    "query-rotation-decode": ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
-    "collect": ("self", "req"),
-    "validate": ("self", "obj", "input_ids"),
-    "openai-metadata": ("meta_info",),
-}
-"""Parameters that a wrapper relies on; a changed signature is a moved seam."""
-
-
-def _hook_exists(name: str, target: str) -> str | None:
+def _hook_exists(target: str, expected: tuple[str, ...] | None) -> str | None:
     function = pkgutil.resolve_name(target)
-    expected = _PARAMETERS.get(name)
     got = tuple(inspect.signature(inspect.unwrap(function)).parameters)
     if expected is not None and got != expected:
         return f"parameters are {got}, expected {expected}"
@@ -190,7 +177,7 @@ def check_all() -> list[SeamStatus]:
     return [
         *(_status(name, "patch", target, check, why) for name, target, check, why in _PATCHES),
         *(
-            _status(hook.name, "hook", hook.target, partial(_hook_exists, hook.name, hook.target), hook.why)
+            _status(hook.name, "hook", hook.target, partial(_hook_exists, hook.target, hook.parameters), hook.why)
             for hook in hooks.HOOKS
         ),
         *(

@@ -1,0 +1,14 @@
+"""Every SGLang function that the patch layer wraps, and what the wrapper does.
+
+`HOOKS` is the one list: the plugin registers it, `seams` checks it. A wrapper keeps SGLang's own behaviour for requests
+and layers that are not ours.
+"""
+
+from __future__ import annotations
+
+from trace_serve.engine.hooks import hints, kv, refit, scheduler
+from trace_serve.engine.hooks.base import Hook
+
+HOOKS: tuple[Hook, ...] = (*scheduler.HOOKS, *kv.HOOKS, *hints.HOOKS, *refit.HOOKS)
+
+__all__ = ["HOOKS", "Hook"]
