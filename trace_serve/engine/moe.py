@@ -14,11 +14,8 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
-from torch import Tensor
-from torch.nn.functional import linear, silu
 
-from trace_serve import nvfp4
-from trace_serve.engine import spec, state
+from trace_serve.engine import expert_forward, expert_weights, spec, state
 from trace_serve.errors import EngineError
 from trace_serve.recipe import BLOCK, Recipe
 
@@ -109,86 +106,10 @@ class TraceNvFp4MoEMethod(UnquantizedFusedMoEMethod):
                 )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replaces both weights by their NVFP4 image, one global scale a matrix (gate and up share theirs).
-
-        SGLang calls this again after every weight update, for layers that the update did not touch too. An image is
-        told from freshly loaded weights by its fingerprint, so that nothing is rotated or rounded twice.
-
-        Raises:
-            EngineError: not on a CPU, or an update replaced the gate but not the up projection or the reverse.
-        """
-        engine = state.get()
-        for name in ("w13_weight", "w2_weight"):
-            weight = getattr(layer, name).data
-            if weight.device.type != "cpu":
-                raise EngineError(
-                    f"trace_nvfp4 experts run on the CPU engine in this version, got device {weight.device}"
-                )
-            parts = 2 if name == "w13_weight" else 1
-            known: dict[int, tuple[int, ...]] = layer.__dict__.setdefault(f"_trace_{name}", {})
-            for expert in range(weight.shape[0]):
-                rows = weight[expert]
-                fresh = [
-                    a != b for a, b in zip(_fingerprint(rows, parts), known.get(expert, (0,) * parts), strict=True)
-                ]
-                if not any(fresh):
-                    continue
-                if not all(fresh):
-                    raise EngineError(
-                        f"layer {layer.layer_id} expert {expert}: the update replaced only one of gate and up, which "
-                        "share a global scale; send both"
-                    )
-                rows.copy_(engine.kernels.fake_quantize_weight(rows, parts=parts, counters=engine.counters))
-                known[expert] = _fingerprint(rows, parts)
-        engine.flush_counters()
+        """Replaces both weights by their NVFP4 image, see `expert_weights.quantize`."""
+        expert_weights.quantize(layer)
 
     def apply(self, layer: Any, dispatch_output: Any) -> StandardCombineInput:
-        engine = state.get()
-        x = dispatch_output.hidden_states
         topk_weights, topk_ids, _ = dispatch_output.topk_output
-        if self.recipe.experts == "w4a4":
-            inputs, quantized = engine.kernels.fake_quantize_activations(
-                x,
-                static_scale=self.recipe.experts_in_scale(layer.layer_id),
-                hints=engine.slots is not None,
-                counters=engine.counters,
-            )
-            engine.capture_experts_in(layer.layer_id, quantized)
-        else:
-            inputs = self._rotated(x)
-        out = self._experts(layer, inputs, topk_weights, topk_ids)
-        engine.flush_counters()
+        out = expert_forward.run(self.recipe, layer, dispatch_output.hidden_states, topk_weights, topk_ids)
         return StandardCombineInput(hidden_states=out)
-
-    def _rotated(self, x: Tensor) -> Tensor:
-        width = self.recipe.expert_rotation
-        return nvfp4.rotate(x, width).to(x.dtype) if width else x
-
-    def _experts(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """x [T, H] BF16 to [T, H] BF16.
-
-        Products are BF16, SiLU and its product with the up projection are FP32 and rounded once, and experts are summed
-        in FP32 in the order of their index.
-        """
-        engine = state.get()
-        out = torch.zeros(x.shape[0], layer.w2_weight.shape[1], dtype=torch.float32)
-        for expert in torch.unique(topk_ids).tolist():
-            if expert < 0:
-                continue
-            rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
-            gate, up = linear(x[rows], layer.w13_weight[expert]).float().chunk(2, dim=-1)
-            middle = (silu(gate) * up).to(x.dtype)
-            if self.recipe.experts == "w4a4":
-                middle, _ = engine.kernels.fake_quantize_activations(
-                    middle, static_scale=self.recipe.experts_mid_scale(layer.layer_id), counters=engine.counters
-                )
-            else:
-                middle = self._rotated(middle)
-            product = linear(middle, layer.w2_weight[expert])
-            out.index_add_(0, rows, product.float() * topk_weights[rows, slots].float().unsqueeze(-1))
-        return out.to(x.dtype)
-
-
-def _fingerprint(rows: Tensor, parts: int) -> tuple[int, ...]:
-    """Identifies the content of each of the `parts` equal row groups of a BF16 matrix."""
-    return tuple(hash(part.contiguous().view(torch.uint8).numpy().tobytes()) for part in rows.chunk(parts))

@@ -1,0 +1,47 @@
+"""Experts' weights as their NVFP4 image, on load and after every weight update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trace_serve.engine import state
+from trace_serve.errors import EngineError
+
+
+def quantize(layer: Any) -> None:
+    """Replaces both weights by their NVFP4 image, one global scale a matrix (gate and up share theirs).
+
+    SGLang calls this again after every weight update, for layers that the update did not touch too. An image is
+    told from freshly loaded weights by its fingerprint, so that nothing is rotated or rounded twice.
+
+    Raises:
+        EngineError: not on a CPU, or an update replaced the gate but not the up projection or the reverse.
+    """
+    engine = state.get()
+    for name in ("w13_weight", "w2_weight"):
+        weight = getattr(layer, name).data
+        if weight.device.type != "cpu":
+            raise EngineError(f"trace_nvfp4 experts run on the CPU engine in this version, got device {weight.device}")
+        parts = 2 if name == "w13_weight" else 1
+        known: dict[int, tuple[int, ...]] = layer.__dict__.setdefault(f"_trace_{name}", {})
+        for expert in range(weight.shape[0]):
+            rows = weight[expert]
+            fresh = [a != b for a, b in zip(_fingerprint(rows, parts), known.get(expert, (0,) * parts), strict=True)]
+            if not any(fresh):
+                continue
+            if not all(fresh):
+                raise EngineError(
+                    f"layer {layer.layer_id} expert {expert}: the update replaced only one of gate and up, which "
+                    "share a global scale; send both"
+                )
+            rows.copy_(engine.kernels.fake_quantize_weight(rows, parts=parts, counters=engine.counters))
+            known[expert] = _fingerprint(rows, parts)
+    engine.flush_counters()
+
+
+def _fingerprint(rows: Tensor, parts: int) -> tuple[int, ...]:
+    """Identifies the content of each of the `parts` equal row groups of a BF16 matrix."""
+    return tuple(hash(part.contiguous().view(torch.uint8).numpy().tobytes()) for part in rows.chunk(parts))
