@@ -45,6 +45,16 @@ def test_the_id_is_the_hash_of_the_canonical_json():
     assert recipe.recipe_id == "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
+def test_the_ids_of_the_presets_are_those_that_policies_in_the_field_carry():
+    assert {name: recipe.recipe_id.removeprefix("sha256:")[:16] for name, recipe in PRESETS.items()} == {
+        "default": "be2b4007015828cb",
+        "portable": "be2b4007015828cb",
+        "bf16": "871637d23c478408",
+        "gb200": "0011fa4734caf0e5",
+        "paper": "30f28abe8fb5bd58",
+    }
+
+
 @pytest.mark.parametrize(("name", "value"), ALTERNATIVES.items())
 def test_every_choice_that_can_vary_changes_the_id(name, value):
     changed = dataclasses.replace(Recipe(), **{name: value})

@@ -1,60 +1,24 @@
-"""The frozen set of every numeric choice under which a policy is served (no torch here).
-
-Two runs whose recipes hash to the same `recipe_id` compute the same codes from the same inputs. The id is stored
-wherever a number produced under the recipe is stored, and a mismatch is an error.
-"""
+"""The recipe itself: what each choice means, its identity, and what an engine asks of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trace_serve.errors import RecipeError
-
-BLOCK = 16
-"""Values that share one E4M3 block scale, along the reduction dimension."""
-
-E2M1_MAX = 6.0
-E4M3_MAX = 448.0
-E4M3_MIN_SUBNORMAL = 2.0**-9
-
-SCALE_FORMULAS = ("amax_times_sixth", "amax_over_six", "s_times_amax_sixth", "amax_over_six_g")
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "experts": ("w4a4", "w4a16", "bf16"),
-    "kv": ("nvfp4", "bf16"),
-    "activation_global_scale": ("pow2_per_token", "per_token", "per_tensor_static"),
-    "weight_global_scale": ("pow2_per_expert", "per_expert"),
-    "kv_global_scale": ("pow2_static", "static"),
-    "scale_formula": SCALE_FORMULAS,
-    "weight_scale_formula": SCALE_FORMULAS,
-    "kv_scale_formula": SCALE_FORMULAS,
-    "reciprocal": ("exact", "divide"),
-    "ties": ("even", "up"),
-    "zero_block": ("zero", "one", "min_subnormal", "saturate"),
-    "gate_up_scale": ("shared", "split"),
-    "weight_tiles": ("1x16", "16x16"),
-    "four_over_six": ("off", "weights", "experts"),
-}
-"""The values each named choice may take; anything else is refused by name."""
-
-GLOBAL_SCALE_MAXIMA = (E4M3_MAX, 256.0)
-
-_REFUSED = {
-    ("reciprocal", "approx_ftz"): "rcp.approx.ftz is the hardware's own approximation and no other backend can repeat "
-    "it; choose exact, and run FlashInfer with FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1"
-}
-"""Choices that exist in the field but cannot be computed alike everywhere, with the reason."""
-
-ROTATIONS = (0, 16, 32, 64, 128)
-_LAYERS = ("expert_layers", "kv_layers")
-_STATIC_SCALES = ("experts_in_global_scale", "experts_mid_global_scale", "k_global_scale", "v_global_scale")
+from trace_serve.recipe.checks import (
+    check_choice,
+    check_layers,
+    contradictions,
+    of_layer,
+    powers_of_two,
+    static_scales,
+)
+from trace_serve.recipe.choices import CHOICES, E4M3_MAX, GLOBAL_SCALE_MAXIMA, LAYER_LISTS, ROTATIONS, STATIC_SCALES
 
 
 @dataclass(frozen=True)
@@ -130,15 +94,15 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
-            _check_choice(name, getattr(self, name), allowed)
+            check_choice(name, getattr(self, name), allowed)
         for name in ("expert_rotation", "k_rotation"):
             width = getattr(self, name)
             if isinstance(width, bool) or width not in ROTATIONS:
                 raise RecipeError(f"recipe {name}: got {width!r}, expected one of {ROTATIONS}", field=name)
-        for name in _LAYERS:
-            _check_layers(name, getattr(self, name))
-        for name in _STATIC_SCALES:
-            object.__setattr__(self, name, _static_scales(name, getattr(self, name)))
+        for name in LAYER_LISTS:
+            check_layers(name, getattr(self, name))
+        for name in STATIC_SCALES:
+            object.__setattr__(self, name, static_scales(name, getattr(self, name)))
         exponent = self.kv_global_scale_log2
         if isinstance(exponent, bool) or not isinstance(exponent, int) or not -32 <= exponent <= 32:
             raise RecipeError(
@@ -152,48 +116,8 @@ class Recipe:
             )
         # 256 and 256.0 are one choice and must have one id.
         object.__setattr__(self, "global_scale_max", float(self.global_scale_max))
-        for field, contradiction in self._contradictions():
+        for field, contradiction in contradictions(self):
             raise RecipeError(f"recipe {field}: {contradiction}", field=field)
-
-    def _contradictions(self) -> Iterator[tuple[str, str]]:
-        if self.experts == "bf16" and (self.expert_rotation or self.expert_layers is not None):
-            yield (
-                "experts",
-                "'bf16' leaves nothing to rotate or to select; remove expert_rotation and expert_layers, "
-                "or choose w4a4 or w4a16",
-            )
-        if self.kv == "bf16" and (self.k_rotation or self.kv_layers is not None):
-            yield (
-                "kv",
-                "'bf16' leaves nothing to rotate or to select; remove k_rotation and kv_layers, or choose nvfp4",
-            )
-        for mode, static, active, names in (
-            ("activation_global_scale", "per_tensor_static", self.experts == "w4a4", _STATIC_SCALES[:2]),
-            ("kv_global_scale", "static", self.kv == "nvfp4", _STATIC_SCALES[2:]),
-        ):
-            wanted = active and getattr(self, mode) == static
-            for name in names:
-                if wanted and getattr(self, name) is None:
-                    yield name, f"{mode} {static!r} needs it; give one positive number, or one a layer"
-                if not wanted and getattr(self, name) is not None:
-                    yield name, f"is used only with {mode} {static!r} of a quantized format; remove it"
-        if self.kv_global_scale == "static" and self.kv_global_scale_log2:
-            yield "kv_global_scale_log2", "is used only with kv_global_scale 'pow2_static'; remove it"
-        if self.global_scale_max != E4M3_MAX and self.four_over_six == "off":
-            yield (
-                "global_scale_max",
-                "256 leaves room for the larger scale of 4over6; choose four_over_six, or keep 448",
-            )
-        if self.four_over_six != "off" and self.experts == "bf16":
-            yield "four_over_six", "there are no quantized experts to choose scales for; choose off, w4a4 or w4a16"
-        if self.four_over_six == "experts" and self.experts != "w4a4":
-            yield "four_over_six", "activations are not quantized; choose weights, or experts 'w4a4'"
-        if self.zero_block == "saturate" and self.reciprocal == "divide":
-            yield "zero_block", "'saturate' is defined by a reciprocal; choose another, or reciprocal 'exact'"
-        if self.weight_tiles != "1x16" and self.experts == "bf16":
-            yield "weight_tiles", "there are no quantized weights; choose 1x16, w4a4 or w4a16"
-        if self.weight_tiles != "1x16" and self.four_over_six != "off":
-            yield "weight_tiles", "4over6 chooses per 1x16 block; choose 1x16, or four_over_six 'off'"
 
     @property
     def recipe_id(self) -> str:
@@ -217,23 +141,23 @@ class Recipe:
         """
         activations = self.experts != "w4a4" or self.activation_global_scale == "pow2_per_token"
         if self.activation_global_scale == "per_tensor_static":
-            activations = _powers_of_two(self.experts_in_global_scale, self.experts_mid_global_scale)
+            activations = powers_of_two(self.experts_in_global_scale, self.experts_mid_global_scale)
         weights = self.experts == "bf16" or self.weight_global_scale == "pow2_per_expert"
         kv = self.kv == "bf16" or self.kv_global_scale == "pow2_static"
-        return activations and weights and (kv or _powers_of_two(self.k_global_scale, self.v_global_scale))
+        return activations and weights and (kv or powers_of_two(self.k_global_scale, self.v_global_scale))
 
     def experts_in_scale(self, layer: int) -> float | None:
         """Static g of the first product's input in a layer; None where g is taken from each token."""
-        return _of_layer("experts_in_global_scale", self.experts_in_global_scale, layer)
+        return of_layer("experts_in_global_scale", self.experts_in_global_scale, layer)
 
     def experts_mid_scale(self, layer: int) -> float | None:
         """Static g of the second product's input in a layer; None where g is taken from each token."""
-        return _of_layer("experts_mid_global_scale", self.experts_mid_global_scale, layer)
+        return of_layer("experts_mid_global_scale", self.experts_mid_global_scale, layer)
 
     def kv_scales(self, layer: int) -> tuple[float, float]:
         """Static g of K and of V in a layer."""
-        k = _of_layer("k_global_scale", self.k_global_scale, layer)
-        v = _of_layer("v_global_scale", self.v_global_scale, layer)
+        k = of_layer("k_global_scale", self.k_global_scale, layer)
+        v = of_layer("v_global_scale", self.v_global_scale, layer)
         power = float(2.0**self.kv_global_scale_log2)
         return (power if k is None else k), (power if v is None else v)
 
@@ -245,7 +169,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         out = dataclasses.asdict(self)
-        for name in (*_LAYERS, *_STATIC_SCALES):
+        for name in (*LAYER_LISTS, *STATIC_SCALES):
             if out[name] is not None:
                 out[name] = list(out[name])
         return out
@@ -268,99 +192,7 @@ class Recipe:
                 expected = ", ".join(sorted(known))
                 raise RecipeError(f"recipe {key}: unknown choice, expected one of {expected}", field=key)
         values = dict(raw)
-        for name in (*_LAYERS, *_STATIC_SCALES):
+        for name in (*LAYER_LISTS, *STATIC_SCALES):
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
         return cls(**values)
-
-
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value in allowed:
-        return
-    reason = _REFUSED.get((name, value)) if isinstance(value, str) else None
-    if reason is not None:
-        raise RecipeError(f"recipe {name}: {value!r} is refused: {reason}", field=name)
-    raise RecipeError(f"recipe {name}: got {value!r}, expected one of {', '.join(allowed)}", field=name)
-
-
-def _static_scales(name: str, scales: object) -> tuple[float, ...] | None:
-    if scales is None:
-        return None
-    ok = isinstance(scales, tuple) and all(
-        isinstance(g, int | float) and not isinstance(g, bool) and 2.0**-100 <= g <= 2.0**100 for g in scales
-    )
-    if not isinstance(scales, tuple) or not ok or not scales:
-        raise RecipeError(
-            f"recipe {name}: got {scales!r}, expected null or a list of positive numbers, one or one a layer",
-            field=name,
-        )
-    return tuple(float(g) for g in scales)
-
-
-def _of_layer(name: str, scales: tuple[float, ...] | None, layer: int) -> float | None:
-    if scales is None or len(scales) == 1:
-        return None if scales is None else scales[0]
-    if not 0 <= layer < len(scales):
-        raise RecipeError(
-            f"recipe {name}: has {len(scales)} scales, layer {layer} needs one; give one a layer", field=name
-        )
-    return scales[layer]
-
-
-def _powers_of_two(*scales: tuple[float, ...] | None) -> bool:
-    return all(math.frexp(g)[0] == 0.5 for group in scales if group is not None for g in group)
-
-
-def _check_layers(name: str, layers: object) -> None:
-    if layers is None:
-        return
-    ok = isinstance(layers, tuple) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in layers)
-    if not ok or list(layers) != sorted(set(layers)) or not layers:  # type: ignore[call-overload]
-        raise RecipeError(
-            f"recipe {name}: got {layers!r}, expected null or a sorted list of distinct layer indices", field=name
-        )
-
-
-PORTABLE = Recipe()
-
-PRESETS: dict[str, Recipe] = {
-    "default": PORTABLE,
-    "portable": PORTABLE,
-    "bf16": Recipe(experts="bf16", kv="bf16"),
-    "gb200": Recipe(
-        activation_global_scale="per_token",
-        weight_global_scale="per_expert",
-        weight_scale_formula="amax_over_six",
-        four_over_six="weights",
-        kv_scale_formula="s_times_amax_sixth",
-        zero_block="saturate",
-    ),
-    "paper": Recipe(activation_global_scale="per_token", weight_global_scale="per_expert"),
-}
-"""Named recipes.
-
-- `default` is `portable`: power-of-two global scales, so BF16 holds every NVFP4 value exactly.
-- `gb200`: what SGLang 0.5.23 with `nvfp4_online` and FlashInfer 0.7.2 computes under exact math: per-token FP32 scales,
-  weights with 4over6 (448, squared error). FlashInfer's KV quantizer has no exact mode; this is its formula, exact.
-- `paper`: TRACE (arXiv 2610.07767); where it is silent, Transformer Engine's row-scaled 1x16 recipe.
-"""
-
-
-def load_recipe(spec: str) -> Recipe:
-    """A preset's name, or the path of a JSON file with a recipe object.
-
-    Raises:
-        RecipeError: neither a preset nor a readable file, or a bad recipe.
-    """
-    if spec in PRESETS:
-        return PRESETS[spec]
-    try:
-        raw = json.loads(Path(spec).read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise RecipeError(
-            f"recipe {spec!r}: not a preset ({', '.join(PRESETS)}) and not a readable file ({exc.strerror})",
-            field="recipe",
-        ) from exc
-    except ValueError as exc:
-        raise RecipeError(f"recipe {spec!r}: not JSON: {exc}", field="recipe") from exc
-    return Recipe.from_dict(raw)
