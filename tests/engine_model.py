@@ -82,16 +82,21 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_engine_model(directory: Path, *, seed: int = 0) -> Path:
-    """Writes the model as a Hugging Face directory; the same seed gives the same weights."""
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=1))
+def write_tokenizer(directory: Path) -> None:
+    """Writes the tokenizer, its chat template and the generation defaults, for any model of at least 259 tokens."""
     (directory / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     _tokenizer().save(str(directory / "tokenizer.json"))
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 2048, **names}
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=1))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def write_engine_model(directory: Path, *, seed: int = 0) -> Path:
+    """Writes the model as a Hugging Face directory; the same seed gives the same weights."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    write_tokenizer(directory)
     save_file(weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

@@ -104,6 +104,14 @@ def _tied_patched(module: str, attribute: str) -> Callable[[], str | None]:
     return check
 
 
+def _olmoe_config_patched() -> str | None:
+    from sglang.srt.models.olmoe import OlmoeAttention
+
+    source = inspect.getsource(OlmoeAttention.__init__)
+    found = "self.total_num_kv_heads * self.head_dim" in source
+    return None if found else "not patched; run `trace-serve patch apply`"
+
+
 _PATCHES: tuple[tuple[str, str, Callable[[], str | None], str], ...] = (
     ("bootstrap", "sglang/__init__.py", _bootstrap_patched, "a spawned child cannot import sgl_kernel on a CPU"),
     ("mixtral-moe", "sglang/srt/model_loader/utils.py", _mixtral_patched, "Mixtral loads as the dense class"),
@@ -136,6 +144,12 @@ _PATCHES: tuple[tuple[str, str, Callable[[], str | None], str], ...] = (
         "sglang/srt/models/olmoe.py",
         _tied_patched("sglang.srt.models.olmoe", "OlmoeForCausalLM"),
         "random logits for a tied head",
+    ),
+    (
+        "olmoe-config",
+        "sglang/srt/models/olmoe.py",
+        _olmoe_config_patched,
+        "OLMoE with fewer KV heads does not load, and its norms ignore the config",
     ),
 )
 
