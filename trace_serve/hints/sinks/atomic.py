@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 TEMPORARY = ".tmp"
 _NO_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def write(directory: Path, file_name: str, parts: Sequence[bytes], *, mode: int = 0o666) -> None:
+def write(directory: Path, file_name: str, parts: Iterable[bytes], *, mode: int = 0o666) -> None:
     """Writes the parts, one after the other, into a temporary file and renames it over `file_name`.
 
     Not synced to the disk: hints are worth nothing after a power failure, and the format's checksums tell.
