@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from trace_serve.engine import state
+from trace_serve.engine import expert_images, state
 from trace_serve.errors import EngineError
 
 
@@ -15,7 +14,8 @@ def quantize(layer: Any) -> None:
     """Replaces both weights by their NVFP4 image, one global scale a matrix (gate and up share theirs).
 
     SGLang calls this again after every weight update, for layers that the update did not touch too. An image is
-    told from freshly loaded weights by its fingerprint, so that nothing is rotated or rounded twice.
+    told from freshly loaded weights by its fingerprint, so that nothing is rotated or rounded twice. What came from a
+    packed checkpoint is an image already.
 
     Raises:
         EngineError: not on a CPU, or an update replaced the gate but not the up projection or the reverse.
@@ -29,8 +29,12 @@ def quantize(layer: Any) -> None:
         known: dict[int, tuple[int, ...]] = layer.__dict__.setdefault(f"_trace_{name}", {})
         for expert in range(weight.shape[0]):
             rows = weight[expert]
-            fresh = [a != b for a, b in zip(_fingerprint(rows, parts), known.get(expert, (0,) * parts), strict=True)]
+            found = _fingerprint(rows, parts)
+            fresh = [a != b for a, b in zip(found, known.get(expert, (0,) * parts), strict=True)]
             if not any(fresh):
+                continue
+            if all(expert_images.holds(part) or not is_fresh for part, is_fresh in zip(found, fresh, strict=True)):
+                known[expert] = found
                 continue
             if not all(fresh):
                 raise EngineError(
@@ -44,4 +48,4 @@ def quantize(layer: Any) -> None:
 
 def _fingerprint(rows: Tensor, parts: int) -> tuple[int, ...]:
     """Identifies the content of each of the `parts` equal row groups of a BF16 matrix."""
-    return tuple(hash(part.contiguous().view(torch.uint8).numpy().tobytes()) for part in rows.chunk(parts))
+    return tuple(expert_images.fingerprint(part) for part in rows.chunk(parts))

@@ -25,6 +25,7 @@ from trace_serve.engine import spec
 from trace_serve.engine.telemetry import Telemetry
 from trace_serve.errors import ConfigError, EngineError, SeamError
 from trace_serve.policy.digest import digest_directory
+from trace_serve.policy.packed import check_directory
 from trace_serve.policy.tokenizer import chat_template_digest, tokenizer_digest
 from trace_serve.recipe import PRESETS, Recipe
 
@@ -107,6 +108,7 @@ class EngineProcess:
         Raises:
             EngineError: it runs already, or the model directory is not there.
             ConfigError: SGLang is not installed, or this engine cannot compute the recipe exactly.
+            PolicyError: the weights are damaged, or packed otherwise than the recipe says; the file or tensor is named.
         """
         if self._process is not None:
             raise EngineError("the engine is already started; make a new EngineProcess to start another")
@@ -122,6 +124,7 @@ class EngineProcess:
             raise EngineError(
                 f"model {self.config.model}: no config.json there; expected a Hugging Face model directory"
             )
+        check_directory(self.config.model, self.recipe)
         self._run_dir = tempfile.TemporaryDirectory(prefix="trace-serve-engine-")
         Telemetry(self._run_dir.name, create=True)
         if self.config.hint_dir is not None:

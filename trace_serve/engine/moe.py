@@ -1,7 +1,8 @@
 """Routed experts in NVFP4: the quantization config and the MoE method that SGLang loads.
 
-Weights load as BF16 and are replaced by their NVFP4 image. With power-of-two global scales BF16 holds that image
-exactly, so a BF16 product of the images is the product of the NVFP4 values; nothing is approximated by the expansion.
+Weights load as BF16 and are replaced by their NVFP4 image; a packed checkpoint is read as that image. With power-of-two
+global scales BF16 holds it exactly, so a BF16 product of the images is the product of the NVFP4 values; nothing is
+approximated by the expansion.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ class TraceNvFp4Config(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> TraceNvFp4Config:
         return cls()
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
+        """Keeps the method that the engine was started with, whatever a packed checkpoint's config declares."""
+        return spec.QUANTIZATION if user_quant == spec.QUANTIZATION else None
 
     def get_name(self) -> str:
         return spec.QUANTIZATION

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from trace_serve.policy import storable
 from trace_serve.policy.build import build_policy
+from trace_serve.policy.layouts import BF16, LAYOUTS
 from trace_serve.policy.manifest import Policy, load_policy
 from trace_serve.recipe import load_recipe
 
@@ -24,11 +26,25 @@ def build(
     version: Annotated[str, typer.Option(help="Version of this policy.")] = "1",
     recipe: Annotated[str, typer.Option(help="Preset name or recipe JSON file.")] = "default",
     source_run: Annotated[str | None, typer.Option(help="Training run that produced the weights.")] = None,
+    weights: Annotated[
+        str, typer.Option("--format", help="Experts' weights on disk: bf16, modelopt or compressed-tensors.")
+    ] = BF16,
 ) -> None:
     """Make a policy directory from a model directory and a recipe."""
-    label = name or out.resolve().name
-    policy = build_policy(source, out, name=label, version=version, recipe=load_recipe(recipe), source_run=source_run)
-    Console().print(f"{policy.path}: {policy.name} {policy.version} {policy.digest}", soft_wrap=True)
+    console = Console()
+    policy = build_policy(
+        source,
+        out,
+        name=name or out.resolve().name,
+        version=version,
+        recipe=load_recipe(recipe),
+        source_run=source_run,
+        weights=weights,
+        progress=lambda shard: console.print(f"packing {shard}", soft_wrap=True),
+    )
+    for note in _notes(policy):
+        console.print(f"note: {note}", soft_wrap=True)
+    console.print(f"{policy.path}: {policy.name} {policy.version} {policy.digest}", soft_wrap=True)
 
 
 @app.command()
@@ -66,4 +82,17 @@ def summary(policy: Policy) -> dict[str, object]:
         "layers_with_nvfp4_kv": sum(policy.recipe.quantizes_kv(i) for i in layers),
         "tensors": len(policy.weights),
         "weight_bytes": policy.weight_bytes,
+        "format": policy.format,
+        "packed_by": policy.manifest.packed_by,
+        "notes": _notes(policy),
     }
+
+
+def _notes(policy: Policy) -> list[str]:
+    layout = LAYOUTS.get(policy.format)
+    if layout is None:
+        return []
+    out = storable.notes(policy.recipe, layout, policy.model.layers)
+    if policy.manifest.packed_by == "source":
+        out.append("the weights came packed: the recipe's choices for weights describe them only if they were made so")
+    return out

@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trace_serve.errors import PolicyError
 from trace_serve.policy.digest import digest_directory
+from trace_serve.policy.layouts import BF16, detect
 from trace_serve.policy.model import ModelShape, check_recipe_fits
+from trace_serve.policy.packed import check_packed, check_unpacked
 from trace_serve.policy.tokenizer import chat_template_digest, read_json_object, tokenizer_digest
 from trace_serve.policy.weights import TensorInfo, read_weights
 from trace_serve.recipe import Recipe
@@ -24,7 +26,12 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 class Manifest(BaseModel):
-    """The contents of policy.json; unknown keys and values of another type are refused."""
+    """The contents of policy.json; unknown keys and values of another type are refused.
+
+    `format` is what the experts' weights are on disk. Where they are packed, `files_digest` is the digest of every file
+    but policy.json (`base_digest` is that of what the policy was built from), and `packed_by` says whether policy build
+    packed them under the recipe, or they came packed in the source and the recipe cannot vouch for how.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -37,6 +44,9 @@ class Manifest(BaseModel):
     source_run: str | None
     tokenizer_digest: Digest
     chat_template_digest: Digest
+    format: Literal["bf16", "modelopt", "compressed-tensors"] = "bf16"
+    files_digest: Digest | None = None
+    packed_by: Literal["recipe", "source"] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,10 @@ class Policy:
         return self.manifest.chat_template_digest
 
     @property
+    def format(self) -> str:
+        return self.manifest.format
+
+    @property
     def source_run(self) -> str | None:
         return self.manifest.source_run
 
@@ -108,7 +122,7 @@ def load_policy(path: Path | str) -> Policy:
     Raises:
         PolicyError: no or bad policy.json; a recipe that does not hash to recipe_id or does not fit the model; a
             tokenizer or chat template that differs from its recorded digest; weights that are missing, truncated or
-            inconsistent.
+            inconsistent, of another format than policy.json says, or packed otherwise than the recipe says.
         RecipeError: an unknown choice in the recipe.
     """
     root = Path(path)
@@ -125,7 +139,20 @@ def load_policy(path: Path | str) -> Policy:
     config = read_json_object(root / "config.json")
     model = ModelShape.from_config(config)
     check_recipe_fits(recipe, model)
-    return Policy(root, manifest, recipe, config, model, read_weights(root))
+    weights = read_weights(root)
+    _check_format(root, manifest, recipe, model, weights)
+    return Policy(root, manifest, recipe, config, model, weights)
+
+
+def _check_format(
+    root: Path, manifest: Manifest, recipe: Recipe, model: ModelShape, weights: dict[str, TensorInfo]
+) -> None:
+    declared = detect(root)
+    _check_equal(root, "format", BF16 if declared is None else declared.layout.name, manifest.format)
+    if declared is None:
+        check_unpacked(root, weights)
+    else:
+        check_packed(root, weights, declared, recipe, model)
 
 
 def _check_equal(root: Path, key: str, got: str, recorded: str) -> None:

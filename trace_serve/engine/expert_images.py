@@ -1,0 +1,46 @@
+"""Which expert weights came from a packed checkpoint, so that they are not rounded a second time.
+
+Rounding is not idempotent under every recipe (4over6 may choose the other scale for values that are on a grid already).
+Weights are told by content: an image handed to the model's loader is remembered by the fingerprints of the slices that
+the loader may cut from it, one a tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trace_serve.policy.expert_names import parse
+
+_known: set[int] = set()
+
+
+def fingerprint(part: Tensor) -> int:
+    """Identifies the content of a BF16 tensor in this process."""
+    return hash(part.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def forget() -> None:
+    """Starts a new checkpoint: its images are the only ones."""
+    _known.clear()
+
+
+def remember(module: str, image: Tensor) -> None:
+    """Notes one matrix of a packed checkpoint before SGLang loads it.
+
+    Args:
+        module: its module's name in the checkpoint.
+        image: BF16 [N, K].
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    matrix = parse(module)
+    # The input of the second product is what tensor parallelism cuts, so that its columns are.
+    columns = matrix is not None and matrix.projection == "down"
+    for part in image.chunk(get_parallel().moe_tp_size, dim=1 if columns else 0):
+        _known.add(fingerprint(part))
+
+
+def holds(part: int) -> bool:
+    """Whether a fingerprint is that of an image of the checkpoint loaded last."""
+    return part in _known

@@ -1,0 +1,128 @@
+"""What `config.json` and `hf_quant_config.json` of a packed checkpoint say, for the engines that read them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trace_serve.policy import expert_names
+from trace_serve.policy.layouts import CONFIG_FILE, MODELOPT, MODELOPT_FILE, Layout
+from trace_serve.policy.storable import stores_kv_entry
+from trace_serve.policy.weights import TensorInfo
+from trace_serve.recipe import BLOCK, Recipe
+
+_ATTENTION = "self_attn"
+_EMBEDDING = "embed_tokens"
+
+
+def unquantized_modules(tensors: Mapping[str, TensorInfo], recipe: Recipe) -> list[str]:
+    """Every linear module that stays as it is: those with a matrix that the recipe does not quantize.
+
+    Args:
+        tensors: of the BF16 model.
+        recipe: says which experts are quantized.
+    """
+    out = []
+    for name, info in tensors.items():
+        module = name.removesuffix(".weight")
+        if module == name or len(info.shape) != 2 or module.endswith(_EMBEDDING):
+            continue
+        expert = expert_names.parse(module)
+        if expert is None or not recipe.quantizes_experts(expert.layer):
+            out.append(module)
+    # A tied head has no tensor of its own, and is a linear layer to an engine all the same.
+    return sorted({*out, "lm_head"})
+
+
+def modelopt_files(excluded: Iterable[str], recipe: Recipe, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Contents of hf_quant_config.json, and of `quantization_config` in config.json.
+
+    Args:
+        excluded: modules that stay unquantized.
+        recipe: of the policy.
+        layers: decoder layers of the model.
+    """
+    algorithm = "NVFP4" if recipe.experts == "w4a4" else "W4A16_NVFP4"
+    kv = "NVFP4" if stores_kv_entry(recipe, layers) else None
+    # Engines fuse q, k and v and ask for the fused name, which only a wildcard matches.
+    patterns = sorted({_whole_attention(module) for module in excluded})
+    # Engines recognise the layout by this name; the version says who wrote it.
+    producer = {"name": "modelopt", "version": f"trace-serve {importlib.metadata.version('trace-serve')}"}
+    nested = {
+        "producer": producer,
+        "quantization": {
+            "quant_algo": algorithm,
+            "kv_cache_quant_algo": kv,
+            "group_size": BLOCK,
+            "exclude_modules": patterns,
+        },
+    }
+    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
+    group: dict[str, Any] = {"weights": numbers, "targets": ["Linear"]}
+    if algorithm == "NVFP4":
+        group["input_activations"] = dict(numbers)
+    flat = {
+        "config_groups": {"group_0": group},
+        "ignore": patterns,
+        "quant_algo": algorithm,
+        "producer": producer,
+        "quant_method": "modelopt",
+    }
+    if kv is not None:
+        flat["kv_cache_scheme"] = kv
+    return nested, flat
+
+
+def _whole_attention(module: str) -> str:
+    head, found, _ = module.partition(f".{_ATTENTION}.")
+    return f"{head}.{_ATTENTION}*" if found else module
+
+
+def compressed_tensors_section(ignored: Iterable[str], recipe: Recipe) -> dict[str, Any]:
+    """Contents of `quantization_config` in config.json."""
+    numbers = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor_group",
+        "group_size": BLOCK,
+        "scale_dtype": "torch.float8_e4m3fn",
+        "zp_dtype": "torch.float8_e4m3fn",
+    }
+    inputs = {**numbers, "dynamic": "local", "observer": "static_minmax"} if recipe.experts == "w4a4" else None
+    group = {
+        "targets": ["Linear"],
+        "weights": {**numbers, "dynamic": False},
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": "nvfp4-pack-quantized",
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignored),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def config_files(
+    config: Mapping[str, Any], layout: Layout, tensors: Mapping[str, TensorInfo], recipe: Recipe, layers: int
+) -> dict[str, dict[str, Any]]:
+    """The JSON files of a packed checkpoint, by name.
+
+    Args:
+        config: parsed config.json of the BF16 model.
+        layout: of the packed checkpoint.
+        tensors: of the BF16 model.
+        recipe: of the policy.
+        layers: decoder layers of the model.
+    """
+    plain = unquantized_modules(tensors, recipe)
+    if layout is MODELOPT:
+        nested, flat = modelopt_files(plain, recipe, layers)
+        return {CONFIG_FILE: {**config, "quantization_config": flat}, MODELOPT_FILE: nested}
+    return {CONFIG_FILE: {**config, "quantization_config": compressed_tensors_section(plain, recipe)}}
