@@ -47,6 +47,8 @@ class EngineConfig:
         chunked_prefill_size: tokens a prefill pass; longer prompts are cut.
         context_length: longest prompt plus answer; None takes the model's own.
         stall_limit_s: seconds without a sign of life after which the scheduler counts as frozen.
+        refit_timeout_s: seconds without a word from its trainer after which a weight update counts as failed.
+        partial_refit: whether a weight update may leave tensors out, because they are not trained.
         device: `cpu` or `cuda`.
         extra_args: further arguments of SGLang's server, as on its command line.
     """
@@ -61,6 +63,8 @@ class EngineConfig:
     chunked_prefill_size: int = 2048
     context_length: int | None = None
     stall_limit_s: float = 20.0
+    refit_timeout_s: float = 300.0
+    partial_refit: bool = False
     device: str = "cpu"
     extra_args: tuple[str, ...] = field(default=())
 
@@ -153,6 +157,8 @@ class EngineProcess:
             tokenizer_digest=tokenizer_digest(model),
             chat_template_digest=chat_template_digest(model),
             stall_limit_s=self.config.stall_limit_s,
+            refit_timeout_s=self.config.refit_timeout_s,
+            partial_refit=self.config.partial_refit,
         )
 
     def _environment(self) -> dict[str, str]:

@@ -5,17 +5,32 @@ Both answer from shared memory and from what the scheduler reported at start, so
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from trace_serve.engine import report, state
+from trace_serve.engine.refit import status
 
 
 def heartbeat() -> dict[str, Any]:
-    """Age of the scheduler's last sign of life in seconds, and whether it is below the limit."""
+    """Age of the scheduler's last sign of life in seconds, whether it is below the limit, and whether weights are mixed."""
     engine = state.get()
     age = engine.telemetry.age_s()
     limit = engine.spec.stall_limit_s
-    return {"age_s": age, "limit_s": limit, "alive": age is not None and age < limit}
+    return {
+        "age_s": age,
+        "limit_s": limit,
+        "alive": age is not None and age < limit,
+        "quarantined": bool(engine.telemetry.get("quarantined")),
+    }
+
+
+def weights() -> dict[str, Any]:
+    """Which weights serve, why not if none do, and how many requests were computed by weights of several versions."""
+    engine = state.get()
+    counted = ("weight_updates", "mixed_requests", "stale_requests", "stale_tokens")
+    counters = {name: engine.telemetry.get(name) for name in counted}
+    return {**dataclasses.asdict(status.read(engine.spec.run_dir)), **counters}
 
 
 def install(app: Any, scheduler_infos: list[dict[str, Any]]) -> None:
@@ -26,12 +41,13 @@ def install(app: Any, scheduler_infos: list[dict[str, Any]]) -> None:
         return heartbeat()
 
     async def trace_report() -> dict[str, Any]:
-        telemetry = state.get().telemetry
+        telemetry, beat = state.get().telemetry, heartbeat()
         return {
             **loaded,
             "incidents": telemetry.incidents(),
             "hint_files": {"written": telemetry.get("hint_files"), "failed": telemetry.get("hint_failures")},
-            "ready": heartbeat()["alive"],
+            "weights": weights(),
+            "ready": beat["alive"] and not beat["quarantined"],
         }
 
     app.add_api_route("/trace/heartbeat", trace_heartbeat, methods=["GET"])

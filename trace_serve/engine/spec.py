@@ -30,6 +30,8 @@ class EngineSpec:
     chat_template_digest: digest of the chat template, reported to the gate's preflight.
     parent_pid: process that started the engine; the engine ends when that is gone.
     stall_limit_s: seconds without a sign of life after which the scheduler counts as frozen.
+    refit_timeout_s: seconds without a word from its trainer after which a weight update counts as failed.
+    partial_refit: whether a weight update may leave tensors out, because they are not trained.
     """
 
     recipe: Recipe
@@ -40,6 +42,8 @@ class EngineSpec:
     tokenizer_digest: str = ""
     chat_template_digest: str = ""
     stall_limit_s: float = 20.0
+    refit_timeout_s: float = 300.0
+    partial_refit: bool = False
 
     def to_env(self) -> str:
         raw = dataclasses.asdict(self)

@@ -14,6 +14,7 @@ from trace_serve.errors import EngineError
 from trace_serve.kernels import RecipeKernels, kernels_for
 
 if TYPE_CHECKING:
+    from trace_serve.engine.refit.core import Refit
     from trace_serve.hints.slots import ExpertInputSlots, SlotVersions
 
 
@@ -25,6 +26,7 @@ class EngineState:
         versions: weight version of each KV slot; None outside the scheduler of an FP4 engine.
         locations: KV slots of the tokens of the running forward pass, in row order.
         check_seams: what each seam of this process is, by name: `ok` or what is wrong; set by the plugin.
+        refit: weight updates; None outside the scheduler.
         weight_version: counts weight updates; rows computed under another version are missing rows.
     """
 
@@ -37,6 +39,7 @@ class EngineState:
         self.versions: SlotVersions | None = None
         self.locations: Tensor | None = None
         self.check_seams: Callable[[], dict[str, str]] = dict
+        self.refit: Refit | None = None
         self.weight_version = 0
 
     def begin_forward(self, locations: Tensor | None) -> None:

@@ -21,6 +21,12 @@ _FIELDS = (
     "hint_files",
     "hint_failures",
     "capture_mismatches",
+    "weight_updates",
+    "refit_session",
+    "quarantined",
+    "mixed_requests",
+    "stale_requests",
+    "stale_tokens",
 )
 INCIDENTS = ("nonfinite", "saturated", "underflow_blocks", "capture_mismatches")
 
