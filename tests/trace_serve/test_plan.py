@@ -73,8 +73,8 @@ def test_a_device_too_small_for_the_weights_gains_without_bound():
 
 
 def test_hint_sizes_agree_with_the_wire_format():
-    experts = wire.site_bytes_per_token(PAPER.hidden, PAPER.layers, scale="lsb", global_log2=False)
-    kv = wire.site_bytes_per_token(PAPER.kv_values, len(PAPER.attention_layers), scale="lsb", global_log2=False)
+    experts = wire.site_bytes_per_token(PAPER.hidden, PAPER.layers, scale="lsb", global_bytes=0)
+    kv = wire.site_bytes_per_token(PAPER.kv_values, len(PAPER.attention_layers), scale="lsb", global_bytes=0)
     assert plan(PAPER)["hint_bytes_per_token"] == experts + kv
 
 

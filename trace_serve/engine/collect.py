@@ -1,135 +1,201 @@
-"""Gathering a finished request's hints in the scheduler, before its KV slots are released.
+"""Gathering a request's rows in the scheduler while its KV slots are its own, and sending them off with its answer.
 
-Only the forward pass that finished the request is trusted: slots are looked up at that moment, so a request that was
-retracted and prefilled again returns the rows of its last prefill, whose tokens and log-probabilities it also returns.
+A row belongs to the forward pass that sampled the token behind it. Slots are read when the request finishes, and when
+it is retracted: what had been sampled by then keeps its rows, whatever the prefill that follows computes.
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import logging
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from trace_serve.engine import state
+from trace_serve.engine import rows, state
+from trace_serve.errors import EngineError
 from trace_serve.hints import wire
+from trace_serve.hints.options import FIELD, HintOptions
+from trace_serve.hints.sinks import Job, parse_target
 
 logger = logging.getLogger(__name__)
 
-META_KEY = "trace_hints"
+_ATTRIBUTE = "trace_hints"
+"""Attribute of SGLang's request that carries our `Collected`."""
+
+
+@dataclass
+class Collected:
+    """What is known of one request's rows.
+
+    Attributes:
+        options: what it asked for.
+        name: its hints' name.
+        parts: rows read so far, one after the other from `options.first_token` on.
+        finished: the last part has been read.
+        failure: why rows could not be read; empty where they could.
+    """
+
+    options: HintOptions
+    name: str
+    parts: list[rows.Rows] = field(default_factory=list)
+    finished: bool = False
+    failure: str = ""
+
+    @property
+    def end(self) -> int:
+        """Position behind the last row that was read."""
+        return self.options.first_token + sum(len(part) for part in self.parts)
+
+
+def request_options(req: Any) -> tuple[HintOptions, str] | None:
+    """Options and name of a request's hints, as `admit` left them; None for one that wants none."""
+    custom = getattr(req.sampling_params, "custom_params", None)
+    wanted = custom.get(FIELD) if isinstance(custom, dict) else None
+    if wanted is None:
+        return None
+    raw = dict(wanted)
+    name = raw.pop("name")
+    return HintOptions(**raw), name
 
 
 def collect(processor: Any, req: Any) -> None:
-    """Writes the hints of a finished request to its file, or attaches them to its answer.
+    """Reads the rows of a request that just finished, before its slots are released.
 
     Args:
         processor: SGLang's batch result processor, which holds the request-to-token table.
-        req: a finished request; one that did not ask for hints is left alone.
+        req: one that did not ask for hints is left alone.
     """
-    custom = getattr(req.sampling_params, "custom_params", None)
-    wanted = custom.get(META_KEY) if isinstance(custom, dict) else None
+    wanted = request_options(req)
     if wanted is None:
         return
-    engine = state.get()
+    tokens = len(req.origin_input_ids) + len(req.output_ids_through_stop)
+    count = tokens - 1 if req.output_ids_through_stop else tokens
+    pool = processor.token_to_kv_pool_allocator.get_kvcache()
+    _guarded(req, wanted, processor.req_to_token_pool, pool, count, finished=True)
+
+
+def keep_before_retraction(req: Any, req_to_token_pool: Any, pool: Any) -> None:
+    """Reads the rows of a request that loses its slots now and will be prefilled again.
+
+    The row of its last token is not among them: the token behind it was not sampled yet.
+    """
+    wanted = request_options(req)
+    if wanted is None or not req.output_ids:
+        return
+    count = len(req.origin_input_ids) + len(req.output_ids) - 1
+    _guarded(req, wanted, req_to_token_pool, pool, count, finished=False)
+
+
+def _guarded(
+    req: Any, wanted: tuple[HintOptions, str], req_to_token_pool: Any, pool: Any, count: int, *, finished: bool
+) -> None:
+    """Reads the rows up to `count`; a failure is kept for the answer to tell, since the answer itself is sound."""
+    options, name = wanted
+    collected = getattr(req, _ATTRIBUTE, None) or Collected(options, name)
+    setattr(req, _ATTRIBUTE, collected)
+    collected.finished = finished
+    begin = min(collected.end, count)
     try:
-        payload = wire.to_bytes(_hint_file(processor, req))
-        if wanted == "file":
-            wire.write_bytes(Path(str(engine.spec.hint_dir)) / f"{req.rid}.safetensors", payload)
-            engine.telemetry.add("hint_files", 1)
-        else:
-            _attach(req, base64.b64encode(payload).decode())
-    except Exception:
-        # The answer itself is sound; a full disk must not take the engine and every other request with it.
+        slots = req_to_token_pool.req_to_token[req.kv.req_pool_idx, begin:count].to(torch.int64)
+        collected.parts.append(rows.read(pool, slots, options))
+    except Exception as exc:
+        collected.failure = f"{type(exc).__name__}: {exc}"
+        logger.exception("rows of request %s cannot be read", req.rid)
+
+
+def answer(req: Any) -> dict[str, Any] | None:
+    """Sends the rows of a finished request to their sink; what its answer says of them, once.
+
+    Nothing that goes wrong here takes the answer, the engine or another request with it: it is counted, and said.
+    """
+    collected = getattr(req, _ATTRIBUTE, None)
+    if collected is None or not collected.finished or not req.finished():
+        return None
+    setattr(req, _ATTRIBUTE, None)
+    engine = state.get()
+    base = {"sink": collected.options.sink, "name": collected.name}
+    try:
+        if collected.failure:
+            raise EngineError(collected.failure)
+        hints = _hint_file(req, collected)
+        base |= {"rows": hints.rows, "first_token": hints.first_token}
+        return base | _send(hints, collected)
+    except Exception as exc:
         engine.telemetry.add("hint_failures", 1)
         logger.exception("hints of request %s are lost", req.rid)
+        return base | {"status": "failed", "reason": f"{type(exc).__name__}: {exc}"}
 
 
-def _attach(req: Any, payload: str) -> None:
-    """One entry an output token; the last one carries the payload, so that a stream sends it with its last chunk."""
-    count = len(req.output_ids)
-    if req.customized_info is None:
-        req.customized_info = {}
-    req.customized_info[META_KEY] = [None] * (count - 1) + [payload]
-
-
-def condense(meta_info: dict[str, Any]) -> None:
-    """Replaces the list with one entry an output token by its only payload, or removes it while there is none."""
-    if META_KEY not in meta_info:
-        return
-    payloads = [value for value in meta_info.pop(META_KEY) or () if value]
-    if payloads:
-        meta_info[META_KEY] = payloads[-1]
-
-
-def _hint_file(processor: Any, req: Any) -> wire.HintFile:
-    from sglang.srt.runtime_context import get_serving
-
+def _send(hints: wire.HintFile, collected: Collected) -> dict[str, Any]:
     engine = state.get()
+    options = collected.options
+    # Three bytes a block at most: bits and a whole scale byte.
+    size = sum(site.bits.nbytes + site.bits.size for site in hints.sites)
+    if options.sink == "inline":
+        payload = wire.to_bytes(hints, scale=options.scale)
+        limit = engine.spec.hint_inline_bytes
+        if len(payload) > limit:
+            engine.telemetry.add("hints_dropped", 1)
+            reason = f"{len(payload)} bytes, more than the {limit} that an answer may carry; use another sink"
+            return {"status": "dropped", "reason": reason}
+        return {"status": "ok", "data": base64.b64encode(payload).decode()}
+    job = Job(
+        name=collected.name,
+        target=parse_target(options.sink),
+        encode=lambda: wire.to_bytes(hints, scale=options.scale),
+        size_hint=size,
+    )
+    receipt = engine.sinks.submit(job)
+    sent = {"status": receipt.status, "uri": receipt.uri}
+    return {**sent, "reason": receipt.reason} if receipt.reason else sent
+
+
+def _hint_file(req: Any, collected: Collected) -> wire.HintFile:
+    engine = state.get()
+    options = collected.options
+    joined = rows.join(collected.parts)
     output = list(req.output_ids_through_stop)
     tokens = [*req.origin_input_ids, *output]
-    rows = len(tokens) - 1 if output else len(tokens)
-    slots = processor.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :rows].to(torch.int64)
-    sites = _experts_in(slots) + _kv(processor.token_to_kv_pool_allocator.get_kvcache(), slots)
-    routed = getattr(req, "routed_experts", None)
+    first = min(options.first_token, len(tokens) - 1 if output else len(tokens))
+    token_ids = np.asarray(tokens[first : first + len(joined)], dtype=np.int32)
+    current = joined.versions == engine.weight_version
+    keep = current if options.versions == "current" else np.ones_like(current)
+    sites = tuple(replace(site, present=site.present & keep) for site in joined.sites)
     return wire.HintFile(
-        token_ids=np.asarray(tokens[:rows], dtype=np.int32),
-        sites=tuple(sites),
+        token_ids=token_ids,
+        sites=sites,
         recipe_id=engine.spec.recipe.recipe_id,
         model_digest=engine.spec.policy_digest,
-        weight_versions=((0, rows, str(get_serving().weight_version)),),
-        routed_experts=None if routed is None else routed.numpy(),
+        weight_versions=_spans(joined.versions),
+        first_token=first,
+        logprobs=_logprobs(req, first, len(joined)) if options.logprobs else None,
+        routed_experts=joined.routed,
+        routed_present=None if joined.routed is None else keep & (joined.versions >= 0),
         next_token_id=int(output[-1]) if output else None,
     )
 
 
-def _experts_in(slots: Tensor) -> list[wire.Site]:
-    engine = state.get()
-    if engine.slots is None:
-        return []
-    found = engine.slots.read(slots, engine.weight_version)
-    return [
-        wire.Site(
-            name="experts_in",
-            layers=engine.slots.layers,
-            bits=found.bits.numpy(),
-            scales=found.scales.numpy(),
-            global_log2=found.global_log2.numpy(),
-            present=found.present.numpy(),
-        )
-    ]
+def _spans(versions: Any) -> tuple[tuple[int, int, str], ...]:
+    """Runs of rows of one weight version, named as the trainer named it."""
+    if not len(versions):
+        return ()
+    cuts = np.flatnonzero(np.diff(versions)) + 1
+    bounds = [0, *cuts.tolist(), len(versions)]
+    label = state.get().version_label
+    return tuple((a, b, label(int(versions[a]))) for a, b in itertools.pairwise(bounds))
 
 
-def _kv(pool: Any, slots: Tensor) -> list[wire.Site]:
-    """K and V need no capture: the pool holds the codes and scales that attention used."""
-    from trace_serve.engine.kv import TraceNvFp4KVMethod
-
-    engine = state.get()
-    method = getattr(pool, "quant_method", None)
-    if not isinstance(method, TraceNvFp4KVMethod) or engine.versions is None:
-        return []
-    present = engine.versions.present(slots, engine.weight_version).numpy()
-    indices = [i for i, layer in enumerate(method.layers) if layer.k_scales is not None]
-    stored = {
-        "k": [(method.layers[i].k, method.layers[i].k_scales) for i in indices],
-        "v": [(method.layers[i].v, method.layers[i].v_scales) for i in indices],
-    }
-    return [
-        wire.Site(
-            name=name,
-            layers=tuple(indices),
-            bits=_stack([engine.kernels.hint_bits(codes[slots]).flatten(1) for codes, _ in layers]).numpy(),
-            scales=_stack([scales[slots].flatten(1) for _, scales in layers if scales is not None]).numpy(),
-            global_log2=None,
-            present=present,
-        )
-        for name, layers in stored.items()
-    ]
-
-
-def _stack(layers: list[Tensor]) -> Tensor:
-    """A list over layers of [T, ...] as one contiguous [T, L, ...]."""
-    return torch.stack(layers, dim=1).contiguous()
+def _logprobs(req: Any, first: int, count: int) -> Any:
+    """float32 [T]: row t has the log-probability of the sampled token t + 1; NaN where that token is of the prompt."""
+    out = np.full(count, np.nan, dtype=np.float32)
+    values = req.logprob.output_token_logprobs_val or ()
+    begin = len(req.origin_input_ids) - 1
+    for i, value in enumerate(values[: len(req.output_ids_through_stop)]):
+        row = begin + i - first
+        if 0 <= row < count and value is not None:
+            out[row] = value
+    return out

@@ -24,12 +24,14 @@ from typing import Any
 from trace_serve.engine import spec
 from trace_serve.engine.telemetry import Telemetry
 from trace_serve.errors import ConfigError, EngineError, SeamError
+from trace_serve.hints.options import HintOptions
 from trace_serve.policy.digest import digest_directory
 from trace_serve.policy.packed import check_directory
 from trace_serve.policy.tokenizer import chat_template_digest, tokenizer_digest
 from trace_serve.recipe import PRESETS, Recipe
 
 _POLL_S = 0.25
+_DRAIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class EngineConfig:
         model: directory with Hugging Face model files.
         recipe: numeric choices; None is BF16, the training-time version.
         hint_dir: where requests for hint files are written; None refuses them.
+        hints: sites and layers that the engine keeps, and the options of a request that does not say otherwise.
+        hint_urls: URL prefixes that a request may name as the place of its hints.
+        hint_shm: whether hints may go to shared memory.
+        hint_ttl_s: age at which a hint file is removed; None keeps it.
+        hint_dir_bytes: size of the hint directory above which its oldest files are removed; None does not limit it.
         log_path: file that receives the engine's output; None is `engine.log` in its run directory.
         policy_digest: digest of `model` when the caller has it already; None computes it.
         max_total_tokens: size of the KV pool in tokens.
@@ -56,6 +63,11 @@ class EngineConfig:
     model: Path
     recipe: Recipe | None = None
     hint_dir: Path | None = None
+    hints: HintOptions = field(default_factory=HintOptions)
+    hint_urls: tuple[str, ...] = ()
+    hint_shm: bool = False
+    hint_ttl_s: float | None = None
+    hint_dir_bytes: int | None = None
     log_path: Path | None = None
     policy_digest: str | None = None
     max_total_tokens: int = 16384
@@ -159,6 +171,11 @@ class EngineProcess:
             stall_limit_s=self.config.stall_limit_s,
             refit_timeout_s=self.config.refit_timeout_s,
             partial_refit=self.config.partial_refit,
+            hints=self.config.hints,
+            hint_urls=self.config.hint_urls,
+            hint_shm=self.config.hint_shm,
+            hint_ttl_s=self.config.hint_ttl_s,
+            hint_dir_bytes=self.config.hint_dir_bytes,
         )
 
     def _environment(self) -> dict[str, str]:
@@ -258,10 +275,11 @@ class EngineProcess:
         if wants_hints:
             from trace_serve.hints import wire
 
-            payload = answer["meta_info"].get("trace_hints")
-            if not payload:
-                raise EngineError("canary: seam collect: the answer carries no hints; run `trace-serve doctor`")
-            hints = wire.from_bytes(base64.b64decode(payload), expect_recipe_id=self.recipe.recipe_id)
+            found = answer["meta_info"].get("trace_hints") or {}
+            if found.get("status") != "ok":
+                reason = found.get("reason", "the answer carries none")
+                raise EngineError(f"canary: seam collect: no hints: {reason}; run `trace-serve doctor`")
+            hints = wire.from_bytes(base64.b64decode(found["data"]), expect_recipe_id=self.recipe.recipe_id)
             wire.require_nonzero(hints)
 
     def request(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = 60.0) -> dict[str, Any]:
@@ -293,17 +311,26 @@ class EngineProcess:
     def stop(self, timeout_s: float = 10.0) -> None:
         """Kills the whole process group and waits for it; safe to call twice.
 
-        SGLang's own shutdown drains without a bound, and there is nothing to drain here: the front-end finishes or cuts
-        its requests first, and hint files appear by rename.
+        SGLang's own shutdown drains without a bound. The front-end finishes or cuts its requests first, and hint files
+        appear by rename, so only hints that still wait for their sink are waited for, some seconds at most.
         """
         process = self._process
         if process is not None:
+            self._drain_hints(min(timeout_s, _DRAIN_S))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s)
         if self._run_dir is not None:
             self._run_dir.cleanup()
+
+    def _drain_hints(self, timeout_s: float) -> None:
+        if self._run_dir is None or self.poll() is not None:
+            return
+        telemetry = Telemetry(self._run_dir.name)
+        end = time.monotonic() + timeout_s
+        while telemetry.get("hints_pending") and self.poll() is None and time.monotonic() < end:
+            time.sleep(_POLL_S / 5)
 
     def __enter__(self) -> EngineProcess:
         self.start()

@@ -13,7 +13,7 @@ import time
 import traceback
 from typing import Any
 
-from trace_serve.engine import report, spec
+from trace_serve.engine import report, spec, state
 from trace_serve.errors import SeamError, TraceServeError
 
 _PARENT_POLL_S = 1.0
@@ -46,6 +46,7 @@ def _verified_start(
             raise SeamError(f"scheduler {rank} did not check its seams; run `trace-serve doctor`")
         if broken:
             raise SeamError(f"scheduler {rank}: " + "; ".join(f"seam {name}: {d}" for name, d in broken.items()))
+    state.get().layers = infos[0][report.KEY]["hints"]["layers_total"]
     routes.install(http_server.app, infos)
     return original(server_args, tokenizer_manager, template, ports, infos, *args, **kwargs)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trace_serve.engine import state
 from trace_serve.errors import SeamError
-from trace_serve.recipe import BLOCK
+from trace_serve.hints.options import layers_of
 
 KEY = "trace_serve"
 SCHEMA_VERSION = 1
@@ -24,9 +24,8 @@ def from_scheduler(scheduler: Any) -> dict[str, Any]:
     experts = _experts(runner.model)
     kv = _kv(runner.token_to_kv_pool, runner.model_config)
     _check(experts, kv)
-    _prepare_capture(runner, experts)
+    _prepare_capture(runner, experts["quantized"])
     recipe = engine.spec.recipe
-    sites = [*(["experts_in"] if engine.slots else []), *(["k", "v"] if kv["format"] == "nvfp4" else [])]
     return {
         "schema_version": SCHEMA_VERSION,
         "mode": "bf16" if recipe.is_bf16 else "fp4",
@@ -37,7 +36,7 @@ def from_scheduler(scheduler: Any) -> dict[str, Any]:
         "chat_template_digest": engine.spec.chat_template_digest,
         "experts": {key: value for key, value in experts.items() if key != "quantized"},
         "kv": kv,
-        "hints": {"sites": sites, "layers": runner.model_config.num_hidden_layers},
+        "hints": _hints(kv),
         "context_length": runner.model_config.context_len,
         "vocab_size": runner.model_config.vocab_size,
         "max_total_num_tokens": scheduler.max_total_num_tokens,
@@ -53,8 +52,8 @@ def _experts(model: Any) -> dict[str, Any]:
     from trace_serve.engine.moe import TraceNvFp4MoEMethod
 
     layers = {module.layer_id: module for module in model.modules() if isinstance(module, FusedMoE)}
-    quantized = sorted(i for i, layer in layers.items() if isinstance(layer.quant_method, TraceNvFp4MoEMethod))
-    activations = {layers[i].quant_method.recipe.experts for i in quantized}
+    quantized = {i: layer for i, layer in layers.items() if isinstance(layer.quant_method, TraceNvFp4MoEMethod)}
+    activations = {layer.quant_method.recipe.experts for layer in quantized.values()}
     return {
         "format": "nvfp4" if quantized else "bf16",
         "activations": "nvfp4" if activations == {"w4a4"} else "bf16",
@@ -106,14 +105,35 @@ def _check(experts: dict[str, Any], kv: dict[str, Any]) -> None:
         )
 
 
-def _prepare_capture(runner: Any, experts: dict[str, Any]) -> None:
-    from trace_serve.hints.slots import ExpertInputSlots, SlotVersions
+def _hints(kv: dict[str, Any]) -> dict[str, Any]:
+    engine = state.get()
+    options = engine.spec.hints
+    stored = ("k", "v") if kv["format"] == "nvfp4" else ()
+    return {
+        "sites": [*engine.expert_slots, *(site for site in stored if site in options.sites)],
+        "layers": list(layers_of(options.layers, engine.layers)),
+        "layers_total": engine.layers,
+        "scale": options.scale,
+    }
+
+
+def _prepare_capture(runner: Any, experts: dict[int, Any]) -> None:
+    """Memory for the outcomes of the sites and layers that the engine keeps."""
+    from trace_serve.hints.slots import ExpertSlots, SlotPasses
 
     engine = state.get()
+    engine.layers = runner.model_config.num_hidden_layers
     if engine.spec.recipe.is_bf16:
         return
     slots = runner.token_to_kv_pool.size + runner.token_to_kv_pool.page_size
-    engine.versions = SlotVersions(slots)
-    hidden = runner.model_config.hidden_size
-    if engine.spec.recipe.experts == "w4a4" and experts["quantized"] and hidden % BLOCK == 0:
-        engine.slots = ExpertInputSlots(slots, tuple(experts["quantized"]), hidden)
+    engine.passes = SlotPasses(slots)
+    options = engine.spec.hints
+    chosen = set(layers_of(options.layers, engine.layers))
+    layers = tuple(i for i in sorted(experts) if i in chosen)
+    if engine.spec.recipe.experts != "w4a4" or not layers:
+        return
+    one = experts[layers[0]]
+    if "experts_in" in options.sites:
+        engine.expert_slots["experts_in"] = ExpertSlots(slots, layers, one.w13_weight.shape[-1])
+    if "experts_mid" in options.sites:
+        engine.expert_slots["experts_mid"] = ExpertSlots(slots, layers, one.w2_weight.shape[-1], one.top_k)

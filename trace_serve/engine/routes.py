@@ -45,7 +45,13 @@ def install(app: Any, scheduler_infos: list[dict[str, Any]]) -> None:
         return {
             **loaded,
             "incidents": telemetry.incidents(),
-            "hint_files": {"written": telemetry.get("hint_files"), "failed": telemetry.get("hint_failures")},
+            "hint_files": {
+                "written": telemetry.get("hint_files"),
+                "failed": telemetry.get("hint_failures"),
+                "dropped": telemetry.get("hints_dropped"),
+                "expired": telemetry.get("hints_expired"),
+                "pending": telemetry.get("hints_pending"),
+            },
             "weights": weights(),
             "ready": beat["alive"] and not beat["quarantined"],
         }

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trace_serve.errors import ConfigError
+from trace_serve.hints.options import HintOptions, parse
 from trace_serve.recipe import PRESETS, Recipe
 
 ENV = "TRACE_SERVE_ENGINE"
@@ -32,6 +33,13 @@ class EngineSpec:
     stall_limit_s: seconds without a sign of life after which the scheduler counts as frozen.
     refit_timeout_s: seconds without a word from its trainer after which a weight update counts as failed.
     partial_refit: whether a weight update may leave tensors out, because they are not trained.
+    hints: sites and layers that the engine keeps, and what a request gets that does not say otherwise.
+    hint_urls: URL prefixes that a request may name as the place of its hints.
+    hint_shm: whether hints may go to shared memory.
+    hint_queue_items, hint_queue_bytes: hints that wait to be written; more are dropped, and marked so.
+    hint_inline_bytes: largest hint file that is returned in an answer.
+    hint_ttl_s: age at which a hint file is removed; None keeps it.
+    hint_dir_bytes: size of the hint directory above which the oldest files are removed; None does not limit it.
     """
 
     recipe: Recipe
@@ -44,6 +52,14 @@ class EngineSpec:
     stall_limit_s: float = 20.0
     refit_timeout_s: float = 300.0
     partial_refit: bool = False
+    hints: HintOptions = field(default_factory=HintOptions)
+    hint_urls: tuple[str, ...] = ()
+    hint_shm: bool = False
+    hint_queue_items: int = 256
+    hint_queue_bytes: int = 1 << 28
+    hint_inline_bytes: int = 1 << 23
+    hint_ttl_s: float | None = None
+    hint_dir_bytes: int | None = None
 
     def to_env(self) -> str:
         raw = dataclasses.asdict(self)
@@ -63,6 +79,8 @@ def from_env() -> EngineSpec | None:
     try:
         raw = json.loads(text)
         recipe = Recipe.from_dict(raw.pop("recipe", PRESETS["bf16"].to_dict()))
-        return EngineSpec(recipe=recipe, **raw)
-    except (ValueError, TypeError, AttributeError) as exc:
+        hints = raw.pop("hints", {})
+        raw["hint_urls"] = tuple(raw.get("hint_urls", ()))
+        return EngineSpec(recipe=recipe, hints=parse(hints, HintOptions()), **raw)
+    except (ValueError, TypeError, AttributeError, ConfigError) as exc:
         raise ConfigError(f"{ENV}: {exc}; it is written by trace_serve.engine.launch, do not set it by hand") from exc

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,19 +18,24 @@ from trace_serve.kernels import RecipeKernels, kernels_for
 
 if TYPE_CHECKING:
     from trace_serve.engine.refit.core import Refit
-    from trace_serve.hints.slots import ExpertInputSlots, SlotVersions
+    from trace_serve.hints.sinks import AllowedTargets, SinkEvent, SinkQueue
+    from trace_serve.hints.slots import ExpertSlots, SlotPasses
 
 
 class EngineState:
     """One per process.
 
     Attributes:
-        slots: outcomes of quantizing expert inputs; None outside the scheduler and where inputs stay BF16.
-        versions: weight version of each KV slot; None outside the scheduler of an FP4 engine.
+        layers: layers of the model; 0 outside the scheduler.
+        expert_slots: outcomes of quantizing experts' inputs, by site; empty outside the scheduler and where inputs
+            stay BF16.
+        passes: forward pass and weight version of each KV slot; None outside the scheduler of an FP4 engine.
+        pass_number: counts forward passes.
         locations: KV slots of the tokens of the running forward pass, in row order.
         check_seams: what each seam of this process is, by name: `ok` or what is wrong; set by the plugin.
         refit: weight updates; None outside the scheduler.
-        weight_version: counts weight updates; rows computed under another version are missing rows.
+        weight_version: counts weight updates.
+        version_labels: what the trainer called each of them; see `version_label`.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -35,33 +43,87 @@ class EngineState:
         self.telemetry = Telemetry(spec.run_dir)
         self.kernels: RecipeKernels = kernels_for(spec.recipe, "cpu")
         self.counters: Tensor = nvfp4.new_counters()
-        self.slots: ExpertInputSlots | None = None
-        self.versions: SlotVersions | None = None
+        self.layers = 0
+        self.expert_slots: dict[str, ExpertSlots] = {}
+        self.passes: SlotPasses | None = None
+        self.pass_number = 0
         self.locations: Tensor | None = None
         self.check_seams: Callable[[], dict[str, str]] = dict
         self.refit: Refit | None = None
         self.weight_version = 0
+        self.version_labels: dict[int, str] = {}
+        self._sink_lock = threading.Lock()
 
     def begin_forward(self, locations: Tensor | None) -> None:
         """Announces a forward pass that will write the given KV slots."""
         self.telemetry.beat()
         self.locations = locations
-        if self.versions is not None and locations is not None:
-            self.versions.mark(locations, self.weight_version)
+        self.pass_number += 1
+        if self.passes is not None and locations is not None:
+            self.passes.mark(locations, self.pass_number, self.weight_version)
 
-    def capture_experts_in(self, layer: int, quantized: nvfp4.Quantized) -> None:
-        """Stores the outcome of quantizing one layer's expert inputs under the KV slots of their tokens.
+    def keeps(self, site: str, layer: int) -> bool:
+        """Whether the outcomes of that site and layer are kept for hints."""
+        kept = self.expert_slots.get(site)
+        return kept is not None and layer in kept.layers
+
+    def capture(self, site: str, layer: int, quantized: nvfp4.Quantized) -> None:
+        """Stores the outcomes of one site and layer under the KV slots of their tokens.
 
         A forward pass whose rows are not its tokens (another pass than the one announced) is counted and not stored:
         a missing row is marked missing, a wrong row would be believed.
         """
-        self.telemetry.beat()
-        if self.slots is None:
-            return
-        if self.locations is None or self.locations.shape[0] != quantized.codes.shape[0]:
+        kept = self.expert_slots[site]
+        rows = quantized.scales.shape[0]
+        if self.locations is None or self.locations.shape[0] * kept.groups != rows:
             self.telemetry.add("capture_mismatches", 1)
             return
-        self.slots.store(layer, self.locations, quantized, self.weight_version)
+        kept.store(layer, self.locations, quantized, self.pass_number)
+
+    def version_label(self, version: int) -> str:
+        """The trainer's name of a weight version, or SGLang's current one where none was given."""
+        from sglang.srt.runtime_context import get_serving
+
+        return self.version_labels.get(version, str(get_serving().weight_version))
+
+    @cached_property
+    def allowed_targets(self) -> AllowedTargets:
+        """Where a request may send its hints."""
+        from trace_serve.hints.sinks import AllowedTargets
+
+        spec = self.spec
+        return AllowedTargets(
+            hint_dir=None if spec.hint_dir is None else Path(spec.hint_dir),
+            url_prefixes=spec.hint_urls,
+            shm=spec.hint_shm,
+        )
+
+    @cached_property
+    def sinks(self) -> SinkQueue:
+        """The queue to every place but the answer itself; its threads start with the first job."""
+        from trace_serve.hints.sinks import SinkQueue
+
+        spec = self.spec
+        return SinkQueue(
+            self.allowed_targets,
+            max_items=spec.hint_queue_items,
+            max_bytes=spec.hint_queue_bytes,
+            on_event=self._count_sink_event,
+            ttl_s=spec.hint_ttl_s,
+            dir_max_bytes=spec.hint_dir_bytes,
+        )
+
+    def _count_sink_event(self, event: SinkEvent) -> None:
+        counters = {
+            "written": "hint_files",
+            "failed": "hint_failures",
+            "dropped": "hints_dropped",
+            "expired": "hints_expired",
+        }
+        with self._sink_lock:
+            if event.kind in counters:
+                self.telemetry.add(counters[event.kind], event.count)
+            self.telemetry.put("hints_pending", self.sinks.stats().pending_items)
 
     def flush_counters(self) -> None:
         """Moves the incident counts of the kernels to the shared telemetry."""

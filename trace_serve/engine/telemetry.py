@@ -20,6 +20,9 @@ _FIELDS = (
     "underflow_blocks",
     "hint_files",
     "hint_failures",
+    "hints_dropped",
+    "hints_expired",
+    "hints_pending",
     "capture_mismatches",
     "weight_updates",
     "refit_session",
@@ -53,6 +56,9 @@ class Telemetry:
 
     def add(self, name: str, count: int) -> None:
         self._values[_FIELDS.index(name)] += count
+
+    def put(self, name: str, value: int) -> None:
+        self._values[_FIELDS.index(name)] = value
 
     def get(self, name: str) -> int:
         return int(self._values[_FIELDS.index(name)])

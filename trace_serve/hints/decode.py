@@ -10,8 +10,16 @@ from numpy.typing import NDArray
 
 from trace_serve.errors import HintFormatError
 from trace_serve.hints import container
-from trace_serve.hints.rows import HintFile, Site, check_array, check_layers
-from trace_serve.hints.schema import BIT_ORDER, FORMAT, METADATA_KEYS, SCHEMA_VERSION, lsb_bytes, token_ids_digest
+from trace_serve.hints.rows import SCALE_KINDS, HintFile, Site, check_array, check_layers
+from trace_serve.hints.schema import (
+    BIT_ORDER,
+    FORMAT,
+    GLOBAL_BYTES,
+    METADATA_KEYS,
+    SCHEMA_VERSION,
+    lsb_bytes,
+    token_ids_digest,
+)
 from trace_serve.recipe import BLOCK
 
 
@@ -102,22 +110,27 @@ def _take(arrays: container.Arrays, name: str) -> NDArray[Any]:
 
 def _decode_site(name: str, entry: Any, arrays: container.Arrays, rows: int) -> Site:
     try:
-        layers, values, scale, has_log2 = (entry[key] for key in ("layers", "values", "scale", "global_log2"))
+        layers, values, scale, groups, kind = (
+            entry[key] for key in ("layers", "values", "scale", "groups", "global_scale")
+        )
         layers = tuple(layers)
     except (KeyError, TypeError) as exc:
         raise HintFormatError(f"hint file sites {name}: incomplete description", field="sites") from exc
-    if type(values) is not int or values <= 0 or values % BLOCK or type(has_log2) is not bool:
-        raise HintFormatError(f"hint file sites {name}: values or global_log2 cannot be used", field="sites")
+    if type(values) is not int or values <= 0 or values % BLOCK or kind not in GLOBAL_BYTES:
+        raise HintFormatError(f"hint file sites {name}: values or global_scale cannot be used", field="sites")
     check_layers(name, layers)
     shape = (rows, len(layers), values // BLOCK)
+    scales: NDArray[np.uint8] | None = None
     if scale == "lsb":
         packed = _take(arrays, f"{name}.scale_lsb")
         check_array(f"{name}.scale_lsb", packed, np.uint8, (*shape[:2], lsb_bytes(shape[2])))
         scales = np.unpackbits(packed, axis=-1, count=shape[2], bitorder=BIT_ORDER)
     elif scale == "byte":
         scales = _take(arrays, f"{name}.scale")
-    else:
-        raise HintFormatError(f"hint file sites {name}: scale is {scale!r}, expected lsb or byte", field="sites")
+    elif scale != "none":
+        raise HintFormatError(
+            f"hint file sites {name}: scale is {scale!r}, expected one of {', '.join(SCALE_KINDS)}", field="sites"
+        )
     bits = _take(arrays, f"{name}.bits")
     check_array(f"{name}.bits", bits, np.uint16, shape)
     return Site(
@@ -126,8 +139,10 @@ def _decode_site(name: str, entry: Any, arrays: container.Arrays, rows: int) -> 
         bits=bits,
         scales=scales,
         present=_unpack_mask(_take(arrays, f"{name}.present"), rows, f"{name}.present"),
-        global_log2=_take(arrays, f"{name}.global_log2") if has_log2 else None,
+        global_log2=_take(arrays, f"{name}.global_log2") if kind == "log2" else None,
         scale_kind=scale,
+        groups=groups,
+        global_scale=_take(arrays, f"{name}.global_scale") if kind == "fp32" else None,
     )
 
 

@@ -18,7 +18,7 @@ def to_bytes(hints: HintFile, *, scale: str = "lsb") -> bytes:
 
     Args:
         hints: what to write; a site that holds only lowest bits cannot be written as bytes.
-        scale: `lsb` keeps the lowest bit of each scale byte, `byte` the whole byte.
+        scale: `lsb` keeps the lowest bit of each scale byte, `byte` the whole byte, `none` neither.
 
     Raises:
         HintFormatError: an unknown `scale`, or one that the site does not have.
@@ -48,7 +48,8 @@ def to_bytes(hints: HintFile, *, scale: str = "lsb") -> bytes:
                     "layers": list(site.layers),
                     "values": site.values,
                     "scale": scale,
-                    "global_log2": site.global_log2 is not None,
+                    "groups": site.groups,
+                    "global_scale": site.global_kind,
                 }
                 for site in hints.sites
             }
@@ -60,26 +61,28 @@ def to_bytes(hints: HintFile, *, scale: str = "lsb") -> bytes:
 
 
 def _encode_site(site: Site, scale: str) -> container.Arrays:
-    if scale == "byte" and site.scale_kind == "lsb":
+    if scale != "none" and site.scale_kind not in ("byte", scale):
         raise HintFormatError(
-            f"{site.name}: holds only the lowest bit of its scales, which cannot be written as bytes", field="scale"
+            f"{site.name}: holds its scales as {site.scale_kind!r}, which cannot be written as {scale!r}", field="scale"
         )
     missing = ~site.present
     arrays: container.Arrays = {
         f"{site.name}.bits": _poisoned(site.bits, missing, 0xFFFF),
         f"{site.name}.present": _pack_mask(site.present),
     }
-    if scale == "byte":
+    if scale == "byte" and site.scales is not None:
         arrays[f"{site.name}.scale"] = _poisoned(site.scales, missing, POISON)
-    else:
+    elif scale == "lsb" and site.scales is not None:
         packed = np.packbits(site.scales & 1, axis=-1, bitorder=BIT_ORDER)
         arrays[f"{site.name}.scale_lsb"] = _poisoned(packed, missing, POISON)
     if site.global_log2 is not None:
         arrays[f"{site.name}.global_log2"] = _poisoned(site.global_log2, missing, POISON_LOG2)
+    if site.global_scale is not None:
+        arrays[f"{site.name}.global_scale"] = _poisoned(site.global_scale, missing, float("nan"))
     return arrays
 
 
-def _poisoned(array: NDArray[Any], missing: NDArray[np.bool_], value: int) -> NDArray[Any]:
+def _poisoned(array: NDArray[Any], missing: NDArray[np.bool_], value: float) -> NDArray[Any]:
     """Rows that are missing are overwritten, so that nothing stale or plausible is left under the mask."""
     if not missing.any():
         return array

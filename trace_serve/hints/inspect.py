@@ -20,7 +20,7 @@ class SiteSummary:
         name: the site.
         layers: number of layers.
         values: values a row and layer.
-        scale: `lsb` or `byte`.
+        scale: `lsb`, `byte` or `none`.
         bytes_per_token: stored bytes a row, masks excluded.
         full_bytes_per_token: what full codes and scale bytes of the same values would take.
         present: share of rows that are present, 0 to 1; None without rows.
@@ -46,9 +46,7 @@ def summarize_site(site: wire.Site) -> SiteSummary:
         layers=layers,
         values=site.values,
         scale=site.scale_kind,
-        bytes_per_token=wire.site_bytes_per_token(
-            site.values, layers, scale=site.scale_kind, global_log2=site.global_log2 is not None
-        ),
+        bytes_per_token=site.bytes_per_token,
         full_bytes_per_token=layers * site.values * 9 // 16,
         present=float(site.present.mean()) if site.present.size else None,
         ones=ones,

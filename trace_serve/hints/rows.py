@@ -9,38 +9,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trace_serve.errors import EngineError, HintFormatError
+from trace_serve.hints.schema import GLOBAL_BYTES, site_bytes_per_token
 from trace_serve.recipe import BLOCK
 
 SITES = ("experts_in", "k", "v", "experts_mid")
-SCALE_KINDS = ("lsb", "byte")
+SCALE_KINDS = ("lsb", "byte", "none")
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """The hints of one place in the model, for T rows, L layers and B blocks of 16 values.
+    """The hints of one place in the model, for T rows, L layers and B blocks of 16 values in G groups.
+
+    A group is what one global scale belongs to: the whole row (G = 1), and for `experts_mid` the input of one routed
+    expert, in the order of the router (G = top-k).
 
     Attributes:
         name: one of SITES: input of the experts' first product; K after rotary; V; input of the second product.
         layers: global layer indices, ascending, L of them.
         bits: uint16 [T, L, B]; bit i is the lowest bit of the code of value 16 * b + i.
-        scales: uint8 [T, L, B]; the E4M3 byte of each block, or its lowest bit where `scale_kind` is `lsb`.
+        scales: uint8 [T, L, B]; the E4M3 byte of each block, or its lowest bit where `scale_kind` is `lsb`; None
+            where it is `none`.
         present: bool [T]; rows where it is False hold nothing meaningful.
-        global_log2: int8 [T, L], exponent of the per-token global scale, or None where the scale is static.
-        scale_kind: `byte` or `lsb`.
+        global_log2: int8 [T, L, G], exponent of the per-token global scale; None where that is static or no power of
+            two.
+        scale_kind: `byte`, `lsb` or `none`.
+        groups: G; it divides B.
+        global_scale: float32 [T, L, G], per-token global scales that are no powers of two, or None.
     """
 
     name: str
     layers: tuple[int, ...]
     bits: NDArray[np.uint16]
-    scales: NDArray[np.uint8]
+    scales: NDArray[np.uint8] | None
     present: NDArray[np.bool_]
     global_log2: NDArray[np.int8] | None = None
     scale_kind: str = "byte"
+    groups: int = 1
+    global_scale: NDArray[np.float32] | None = None
 
     @property
     def values(self) -> int:
         """Quantized values a row and layer."""
         return int(self.bits.shape[2]) * BLOCK
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a file with these scales stores a row, mask excluded."""
+        global_bytes = GLOBAL_BYTES[self.global_kind] * self.groups
+        return site_bytes_per_token(self.values, len(self.layers), scale=self.scale_kind, global_bytes=global_bytes)
+
+    @property
+    def global_kind(self) -> str:
+        """`log2` or `fp32` for per-token global scales, `static` where the recipe holds the only one."""
+        return "log2" if self.global_log2 is not None else "static" if self.global_scale is None else "fp32"
 
     def check(self, rows: int) -> None:
         """Refuses arrays that do not fit each other.
@@ -60,10 +81,32 @@ class Site:
         if shape[2] == 0:
             raise HintFormatError(f"{self.name}.bits: got shape {self.bits.shape}, expected [T, L, B]", field=self.name)
         check_array(f"{self.name}.bits", self.bits, np.uint16, shape)
-        check_array(f"{self.name}.scales", self.scales, np.uint8, shape)
+        self._check_groups(shape[2])
+        if (self.scales is None) != (self.scale_kind == "none"):
+            raise HintFormatError(
+                f"{self.name}.scales: given with scale_kind {self.scale_kind!r}; only `none` goes without",
+                field=f"{self.name}.scales",
+            )
+        if self.scales is not None:
+            check_array(f"{self.name}.scales", self.scales, np.uint8, shape)
         check_array(f"{self.name}.present", self.present, np.bool_, (rows,))
+        per_group = (*shape[:2], self.groups)
         if self.global_log2 is not None:
-            check_array(f"{self.name}.global_log2", self.global_log2, np.int8, shape[:2])
+            check_array(f"{self.name}.global_log2", self.global_log2, np.int8, per_group)
+        if self.global_scale is not None:
+            check_array(f"{self.name}.global_scale", self.global_scale, np.float32, per_group)
+
+    def _check_groups(self, blocks: int) -> None:
+        if type(self.groups) is not int or self.groups < 1 or blocks % self.groups:
+            raise HintFormatError(
+                f"{self.name}.groups: got {self.groups!r}, expected a divisor of its {blocks} blocks",
+                field=f"{self.name}.groups",
+            )
+        if self.global_log2 is not None and self.global_scale is not None:
+            raise HintFormatError(
+                f"{self.name}: global_log2 and global_scale are both given, expected one",
+                field=f"{self.name}.global_scale",
+            )
 
 
 @dataclass(frozen=True, eq=False)

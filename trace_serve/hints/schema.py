@@ -16,6 +16,8 @@ BIT_ORDER: Literal["little"] = "little"
 POISON = 0xFF
 POISON_LOG2 = -128
 """What the writer puts under a missing row, in every byte of a tensor and as an exponent."""
+GLOBAL_BYTES = {"static": 0, "log2": 1, "fp32": 4}
+"""Bytes of one per-token global scale by kind."""
 METADATA_KEYS = frozenset(
     {
         "format",
@@ -43,14 +45,15 @@ def lsb_bytes(blocks: int) -> int:
     return (blocks + 7) // 8
 
 
-def site_bytes_per_token(values: int, layers: int, *, scale: str = "lsb", global_log2: bool) -> int:
+def site_bytes_per_token(values: int, layers: int, *, scale: str = "lsb", global_bytes: int) -> int:
     """Bytes of one row of a site, masks excluded.
 
     Args:
         values: quantized values a token and layer, a multiple of 16.
         layers: number of layers.
-        scale: `lsb` (one bit a block, whole bytes a row and layer) or `byte`.
-        global_log2: whether the site has a per-token global scale.
+        scale: `lsb` (one bit a block, whole bytes a row and layer), `byte` or `none`.
+        global_bytes: bytes of per-token global scales a row and layer, see `GLOBAL_BYTES`; 0 where it is static.
     """
     blocks = values // BLOCK
-    return layers * (2 * blocks + (lsb_bytes(blocks) if scale == "lsb" else blocks) + int(global_log2))
+    scales = {"lsb": lsb_bytes(blocks), "byte": blocks, "none": 0}[scale]
+    return layers * (2 * blocks + scales + global_bytes)

@@ -1,7 +1,8 @@
 """Outcomes of quantizing expert inputs, kept by KV slot.
 
 A slot's row is written in the same forward pass that writes the slot's K and V, so rows follow the KV cache through
-prefix hits, chunked prefill and slot re-use without any bookkeeping of requests.
+prefix hits, chunked prefill and slot re-use without any bookkeeping of requests. What proves it is the number of that
+pass, kept with the slot and with every layer's row: a row that another pass wrote is a missing row.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ NEVER_WRITTEN = -1
 
 
 @dataclass(frozen=True)
-class ExpertInputRows:
+class ExpertRows:
     """Rows of one request.
 
     Attributes:
-        bits: uint16 [T, L, H/16], lowest bit of every code.
-        scales: uint8 [T, L, H/16], E4M3 bytes.
-        global_log2: int8 [T, L], exponent of the per-token global scale.
-        present: bool [T], every layer of the row was written by the weights now loaded.
+        bits: uint16 [T, L, G * values / 16], lowest bit of every code.
+        scales: uint8 [T, L, G * values / 16], E4M3 bytes.
+        global_log2: int8 [T, L, G], exponent of the per-token global scale.
+        present: bool [T], every layer of the row was written by the pass that wrote the slot.
     """
 
     bits: Tensor
@@ -34,67 +35,84 @@ class ExpertInputRows:
     present: Tensor
 
 
-class SlotVersions:
-    """The weight version under which each KV slot was last written.
+class SlotPasses:
+    """The forward pass and the weight version under which each KV slot was last written.
 
     Args:
         slots: KV slots of the pool, the padding slot included.
     """
 
     def __init__(self, slots: int) -> None:
+        self._pass = torch.full((slots,), NEVER_WRITTEN, dtype=torch.int64)
         self._version = torch.full((slots,), NEVER_WRITTEN, dtype=torch.int32)
 
-    def mark(self, slots: Tensor, version: int) -> None:
+    def mark(self, slots: Tensor, number: int, version: int) -> None:
+        """Records that forward pass `number` writes the slots (int64 [N]) with weights of `version`."""
+        self._pass[slots] = number
         self._version[slots] = version
 
-    def present(self, slots: Tensor, version: int) -> Tensor:
-        """bool [T]: the slot was written under `version`."""
-        return self._version[slots] == version
+    def numbers(self, slots: Tensor) -> Tensor:
+        """int64 [T], the pass that last wrote each slot, or NEVER_WRITTEN."""
+        return self._pass[slots]
+
+    def versions(self, slots: Tensor) -> Tensor:
+        """int32 [T], the weight version under which each slot was last written, or NEVER_WRITTEN."""
+        return self._version[slots]
 
 
-class ExpertInputSlots:
-    """Host memory for `slots` tokens: (3 * hidden / 16 + 1) bytes and one version a layer and slot.
+class ExpertSlots:
+    """Host memory of one site: G * (3 * values / 16 + 1) + 8 bytes a layer and slot.
 
     Args:
         slots: KV slots of the pool, the padding slot included.
-        layers: global indices of the layers whose experts are quantized, ascending.
-        hidden: hidden size, a multiple of 16.
+        layers: global indices of the layers that are kept, ascending.
+        values: quantized values of one group, a multiple of 16: the hidden size, or the intermediate size.
+        groups: global scales a row: 1, or the number of experts a token is routed to.
     """
 
-    def __init__(self, slots: int, layers: tuple[int, ...], hidden: int) -> None:
-        blocks = hidden // BLOCK
+    def __init__(self, slots: int, layers: tuple[int, ...], values: int, groups: int = 1) -> None:
+        blocks = groups * values // BLOCK
         self.layers = layers
+        self.groups = groups
         self._row = {layer: i for i, layer in enumerate(layers)}
         self._bits = torch.zeros(len(layers), slots, blocks, dtype=torch.uint16)
         self._scales = torch.zeros(len(layers), slots, blocks, dtype=torch.uint8)
-        self._global_log2 = torch.zeros(len(layers), slots, dtype=torch.int8)
-        self._version = torch.full((len(layers), slots), NEVER_WRITTEN, dtype=torch.int32)
+        self._global_log2 = torch.zeros(len(layers), slots, groups, dtype=torch.int8)
+        self._pass = torch.full((len(layers), slots), NEVER_WRITTEN, dtype=torch.int64)
 
-    def store(self, layer: int, slots: Tensor, quantized: Quantized, version: int) -> None:
+    def store(self, layer: int, slots: Tensor, quantized: Quantized, number: int) -> None:
         """Writes the rows of one forward pass.
 
         Args:
             layer: global layer index, one of `layers`.
             slots: int64 [N].
-            quantized: N rows in the order of `slots`, with hints and a power-of-two global scale a row.
-            version: of the weights that computed the rows.
+            quantized: N * G rows, those of a slot together and in the order of `slots`, with hints and a power-of-two
+                global scale a row.
+            number: of the forward pass.
         """
         assert quantized.hints is not None
-        i = self._row[layer]
+        i, n = self._row[layer], slots.shape[0]
         # uint16 has no index_put kernel on a CPU; int16 views share the memory.
-        self._bits[i].view(torch.int16)[slots] = quantized.hints.view(torch.int16)
-        self._scales[i][slots] = quantized.scales
-        self._global_log2[i][slots] = _exponent(quantized.global_scale)
-        self._version[i][slots] = version
+        self._bits[i].view(torch.int16)[slots] = quantized.hints.view(torch.int16).view(n, self._bits.shape[2])
+        self._scales[i][slots] = quantized.scales.view(n, self._scales.shape[2])
+        self._global_log2[i][slots] = _exponent(quantized.global_scale).view(n, self.groups)
+        self._pass[i][slots] = number
 
-    def read(self, slots: Tensor, version: int) -> ExpertInputRows:
-        """Copies the rows of the given slots (int64 [T]); rows of another weight version are not present."""
-        present = (self._version[:, slots] == version).all(dim=0)
-        return ExpertInputRows(
-            bits=self._bits.view(torch.int16)[:, slots].transpose(0, 1).contiguous().view(torch.uint16),
-            scales=self._scales[:, slots].transpose(0, 1).contiguous(),
-            global_log2=self._global_log2[:, slots].transpose(0, 1).contiguous(),
-            present=present,
+    def read(self, slots: Tensor, numbers: Tensor, layers: tuple[int, ...] | None = None) -> ExpertRows:
+        """Copies rows.
+
+        Args:
+            slots: int64 [T].
+            numbers: int64 [T], the pass that wrote each slot.
+            layers: some of `layers`; None is all of them.
+        """
+        rows = torch.tensor([self._row[layer] for layer in (self.layers if layers is None else layers)])
+        at = (rows.unsqueeze(0), slots.unsqueeze(1))
+        return ExpertRows(
+            bits=self._bits.view(torch.int16)[at].view(torch.uint16),
+            scales=self._scales[at],
+            global_log2=self._global_log2[at],
+            present=(self._pass[at] == numbers.unsqueeze(1)).all(dim=1) & (numbers != NEVER_WRITTEN),
         )
 
 

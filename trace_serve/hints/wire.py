@@ -33,12 +33,7 @@ __all__ = [
 
 def bytes_per_token(hints: HintFile) -> int:
     """Bytes of hints a token, as this file stores them; token ids, masks and routed experts excluded."""
-    return sum(
-        site_bytes_per_token(
-            site.values, len(site.layers), scale=site.scale_kind, global_log2=site.global_log2 is not None
-        )
-        for site in hints.sites
-    )
+    return sum(site.bytes_per_token for site in hints.sites)
 
 
 def write_bytes(path: Path | str, payload: bytes) -> None:

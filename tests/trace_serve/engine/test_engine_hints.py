@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -31,7 +32,15 @@ def generate(
 
 
 def decoded(answer: dict[str, Any]) -> wire.HintFile:
-    return wire.from_bytes(base64.b64decode(answer["meta_info"]["trace_hints"]))
+    return wire.from_bytes(base64.b64decode(answer["meta_info"]["trace_hints"]["data"]))
+
+
+def wait_for(path: Path, timeout_s: float = 30.0) -> None:
+    """Hints are written behind the answer's back."""
+    end = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.02)
 
 
 def flush(engine: EngineProcess) -> None:
@@ -107,13 +116,14 @@ def test_the_first_layers_value_hints_are_those_of_the_weights(fp4_engine: Engin
     assert wrong < 0.05
 
 
-def test_a_hint_file_is_there_when_the_answer_is(fp4_engine: EngineProcess) -> None:
+def test_a_hint_file_appears_where_the_answer_says(fp4_engine: EngineProcess) -> None:
     prompt = engine_model.token_ids(5, 12)
     answer = generate(fp4_engine, prompt, hints="file", rid="hint-file-test")
     path = Path(str(fp4_engine.config.hint_dir)) / "hint-file-test.safetensors"
+    wait_for(path)
     hints = wire.read(path, expect_token_ids=[*prompt, *answer["output_ids"][:-1]])
     assert all(site.present.all() for site in hints.sites)
-    assert "trace_hints" not in answer["meta_info"]
+    assert answer["meta_info"]["trace_hints"]["uri"] == f"file://{path.resolve()}"
     assert [p.name for p in path.parent.iterdir() if p.name.startswith(".")] == []
 
 
@@ -160,7 +170,7 @@ def test_a_chat_answer_carries_inline_hints_in_its_metadata(fp4_engine: EnginePr
         "custom_params": {"trace_hints": "inline"},
     }
     answer = fp4_engine.request("/v1/chat/completions", body)
-    hints = wire.from_bytes(base64.b64decode(answer["metadata"]["trace_hints"]))
+    hints = wire.from_bytes(base64.b64decode(answer["metadata"]["trace_hints"][0]["data"]))
     assert hints.rows == answer["usage"]["prompt_tokens"] + 3
 
 

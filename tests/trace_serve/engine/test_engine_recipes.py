@@ -45,7 +45,9 @@ def engine(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def rollout(engine: EngineProcess, prompt: list[int]) -> wire.HintFile:
     sampling = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True, "custom_params": {"trace_hints": "inline"}}
     answer = engine.request("/generate", {"input_ids": prompt, "sampling_params": sampling})
-    return wire.from_bytes(base64.b64decode(answer["meta_info"]["trace_hints"]), expect_recipe_id=RECIPE.recipe_id)
+    return wire.from_bytes(
+        base64.b64decode(answer["meta_info"]["trace_hints"]["data"]), expect_recipe_id=RECIPE.recipe_id
+    )
 
 
 def test_the_layers_of_the_recipe_are_quantized_and_no_others(engine: EngineProcess) -> None:

@@ -25,7 +25,7 @@ def make_site(name: str, rows: int, layers: tuple[int, ...], blocks: int, seed: 
 
 def make_file(rows: int = 11, **changes: Any) -> wire.HintFile:
     rng = np.random.default_rng(rows)
-    log2 = rng.integers(-20, 20, (rows, 3), dtype=np.int8)
+    log2 = rng.integers(-20, 20, (rows, 3, 1), dtype=np.int8)
     logprobs = -rng.random(rows).astype(np.float32)
     logprobs[: rows // 2] = np.nan
     fields: dict[str, Any] = {
@@ -34,6 +34,9 @@ def make_file(rows: int = 11, **changes: Any) -> wire.HintFile:
             make_site("experts_in", rows, (0, 1, 5), 36, 1, global_log2=log2),
             make_site("k", rows, (0, 5), 4, 2),
             make_site("v", rows, (0, 5), 4, 3),
+            make_site(
+                "experts_mid", rows, (1, 5), 6, 4, groups=2, global_scale=rng.random((rows, 2, 2), dtype=np.float32)
+            ),
         ),
         "recipe_id": RECIPE_ID,
         "model_digest": "sha256:" + "cd" * 32,
@@ -71,10 +74,14 @@ def same(a: wire.HintFile, b: wire.HintFile) -> bool:
 def same_site(a: wire.Site, b: wire.Site) -> bool:
     if a.layers != b.layers or not np.array_equal(a.present, b.present):
         return False
-    if (a.global_log2 is None) != (b.global_log2 is None):
+    if (a.groups, a.global_kind) != (b.groups, b.global_kind):
         return False
-    if a.global_log2 is not None and not np.array_equal(a.global_log2[a.present], b.global_log2[b.present]):
+    for x, y in ((a.global_log2, b.global_log2), (a.global_scale, b.global_scale)):
+        if x is not None and y is not None and not np.array_equal(x[a.present], y[b.present]):
+            return False
+    if not np.array_equal(a.bits[a.present], b.bits[b.present]):
         return False
-    lsb = "lsb" in (a.scale_kind, b.scale_kind)
-    scales_a, scales_b = (site.scales[site.present] & (1 if lsb else 0xFF) for site in (a, b))
-    return np.array_equal(a.bits[a.present], b.bits[b.present]) and np.array_equal(scales_a, scales_b)
+    if a.scales is None or b.scales is None:
+        return True
+    mask = 1 if "lsb" in (a.scale_kind, b.scale_kind) else 0xFF
+    return np.array_equal(a.scales[a.present] & mask, b.scales[b.present] & mask)

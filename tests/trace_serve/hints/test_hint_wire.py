@@ -11,7 +11,7 @@ from trace_serve.errors import EngineError, HintFormatError
 from trace_serve.hints import wire
 
 
-@pytest.mark.parametrize("scale", ["lsb", "byte"])
+@pytest.mark.parametrize("scale", ["lsb", "byte", "none"])
 @pytest.mark.parametrize("rows", [0, 1, 8, 11])
 def test_a_file_reads_back_as_it_was_written(rows, scale):
     hints = make_file(rows)
@@ -75,10 +75,13 @@ def test_nothing_is_left_under_a_missing_row():
 
 def test_only_lowest_bits_cannot_become_bytes_again():
     back = wire.from_bytes(wire.to_bytes(make_file(), scale="lsb"))
-    with pytest.raises(HintFormatError, match="lowest bit"):
+    with pytest.raises(HintFormatError, match="as 'lsb', which cannot be written as 'byte'"):
         wire.to_bytes(back, scale="byte")
-    with pytest.raises(HintFormatError, match="expected one of lsb, byte"):
-        wire.to_bytes(back, scale="none")
+    bare = wire.from_bytes(wire.to_bytes(back, scale="none"))
+    with pytest.raises(HintFormatError, match="as 'none', which cannot be written as 'lsb'"):
+        wire.to_bytes(bare, scale="lsb")
+    with pytest.raises(HintFormatError, match="expected one of lsb, byte, none"):
+        wire.to_bytes(back, scale="half")
 
 
 def test_another_recipe_is_refused():
@@ -115,7 +118,10 @@ def test_writing_is_atomic(tmp_path):
 def test_bytes_a_token_are_what_the_file_grows_by():
     small, large = make_file(16), make_file(24)
     counted = sum(
-        array.nbytes for site in large.sites for array in (site.bits, site.global_log2) if array is not None
+        array.nbytes
+        for site in large.sites
+        for array in (site.bits, site.global_log2, site.global_scale)
+        if array is not None
     ) + sum(24 * len(site.layers) * ((site.bits.shape[2] + 7) // 8) for site in large.sites)
     assert wire.bytes_per_token(wire.from_bytes(wire.to_bytes(large))) * 24 == counted
     assert wire.bytes_per_token(small) == wire.bytes_per_token(large)
@@ -123,8 +129,8 @@ def test_bytes_a_token_are_what_the_file_grows_by():
 
 def test_the_figures_of_the_35b_model():
     def total(layers, attention, scale):
-        experts = wire.site_bytes_per_token(2048, layers, scale=scale, global_log2=False)
-        return experts + 2 * wire.site_bytes_per_token(512, attention, scale=scale, global_log2=False)
+        experts = wire.site_bytes_per_token(2048, layers, scale=scale, global_bytes=0)
+        return experts + 2 * wire.site_bytes_per_token(512, attention, scale=scale, global_bytes=0)
 
     assert total(40, 10, "lsb") == 12_240
     assert total(40, 10, "byte") == 17_280
@@ -142,7 +148,28 @@ def test_the_figures_of_the_35b_model():
         ({"sites": (make_site("k", 10, (0,), 4, 1),)}, "k.bits"),
         ({"sites": (make_site("k", 11, (0,), 4, 1, present=np.ones(10, dtype=bool)),)}, "k.present"),
         ({"sites": (make_site("k", 11, (0,), 4, 1, scale_kind="x"),)}, "k.scale_kind"),
-        ({"sites": (make_site("k", 11, (0,), 4, 1, global_log2=np.zeros(11, dtype=np.int8)),)}, "k.global_log2"),
+        ({"sites": (make_site("k", 11, (0,), 4, 1, global_log2=np.zeros((11, 1), dtype=np.int8)),)}, "k.global_log2"),
+        ({"sites": (make_site("k", 11, (0,), 4, 1, global_scale=np.zeros((11, 1, 2), "f4")),)}, "k.global_scale"),
+        (
+            {
+                "sites": (
+                    make_site(
+                        "k",
+                        11,
+                        (0,),
+                        4,
+                        1,
+                        global_log2=np.zeros((11, 1, 1), dtype=np.int8),
+                        global_scale=np.ones((11, 1, 1), dtype=np.float32),
+                    ),
+                )
+            },
+            "k.global_scale",
+        ),
+        ({"sites": (make_site("k", 11, (0,), 4, 1, groups=3),)}, "k.groups"),
+        ({"sites": (make_site("k", 11, (0,), 4, 1, groups=0),)}, "k.groups"),
+        ({"sites": (make_site("k", 11, (0,), 4, 1, scales=None),)}, "k.scales"),
+        ({"sites": (make_site("k", 11, (0,), 4, 1, scale_kind="none"),)}, "k.scales"),
         ({"logprobs": np.zeros(10, dtype=np.float32)}, "logprobs"),
         ({"routed_experts": np.zeros((10, 2, 2), dtype=np.int32)}, "routed_experts"),
         ({"routed_experts": None}, "routed_present"),
@@ -159,8 +186,8 @@ def test_arrays_that_do_not_fit_are_refused_before_anything_is_written(changes, 
 def test_a_site_is_found_by_name():
     hints = make_file()
     assert hints.site("v") is hints.sites[2]
-    with pytest.raises(HintFormatError, match="it has experts_in, k, v"):
-        hints.site("experts_mid")
+    with pytest.raises(HintFormatError, match="it has experts_in, k, v, experts_mid"):
+        hints.site("q")
 
 
 def test_empty_capture_is_an_engine_error():

@@ -6,9 +6,9 @@ and layers that are not ours.
 
 from __future__ import annotations
 
-from trace_serve.engine.hooks import checkpoint, hints, kv, refit, scheduler
+from trace_serve.engine.hooks import checkpoint, hints, kv, openai, refit, scheduler
 from trace_serve.engine.hooks.base import Hook
 
-HOOKS: tuple[Hook, ...] = (*scheduler.HOOKS, *kv.HOOKS, *checkpoint.HOOKS, *hints.HOOKS, *refit.HOOKS)
+HOOKS: tuple[Hook, ...] = (*scheduler.HOOKS, *kv.HOOKS, *checkpoint.HOOKS, *hints.HOOKS, *openai.HOOKS, *refit.HOOKS)
 
 __all__ = ["HOOKS", "Hook"]
