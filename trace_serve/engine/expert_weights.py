@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from trace_serve.engine import expert_images, state
 from trace_serve.errors import EngineError
+from trace_serve.policy import expert_names
 
 
 def quantize(layer: Any) -> None:
@@ -44,6 +46,24 @@ def quantize(layer: Any) -> None:
             rows.copy_(engine.kernels.fake_quantize_weight(rows, parts=parts, counters=engine.counters))
             known[expert] = _fingerprint(rows, parts)
     engine.flush_counters()
+
+
+def mark_loaded(model: Any, names: Iterable[str]) -> None:
+    """Makes `quantize` take matrices for freshly loaded, whatever they hold: also when that looks like an image.
+
+    Args:
+        model: holds SGLang's FusedMoE layers.
+        names: checkpoint names of all tensors that an update loaded.
+    """
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+    expert_images.forget()
+    matrices = [m for name in names if (m := expert_names.parse(name.removesuffix(".weight"))) is not None]
+    layers = {module.layer_id: module for module in model.modules() if isinstance(module, FusedMoE)}
+    for matrix in matrices:
+        layer = layers[matrix.layer]
+        known = layer.__dict__.get("_trace_w2_weight" if matrix.projection == "down" else "_trace_w13_weight", {})
+        known.pop(layer._map_global_expert_id_to_local_expert_id(matrix.expert), None)
 
 
 def _fingerprint(rows: Tensor, parts: int) -> tuple[int, ...]:

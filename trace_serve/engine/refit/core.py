@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trace_serve.engine import state
+from trace_serve.engine import expert_weights, state
 from trace_serve.engine.refit import staleness, status, transport
 from trace_serve.engine.refit.hold import Hold
 from trace_serve.engine.refit.manifest import Manifest, check_directory
@@ -44,16 +45,24 @@ class Refit:
     """
 
     def __init__(self, scheduler: Any, directory: Path, label: str) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
         engine = state.get()
         self.versions = Versions(label, engine.spec.policy_digest)
         self.session: Session | None = None
         self.quarantined: str | None = None
+        engine.version_labels[engine.weight_version] = label
         self._scheduler = scheduler
         self._hold = Hold(scheduler)
-        self._manifest = Manifest.of_directory(directory)
-        self._rank: int = scheduler.tp_worker.tp_rank
+        self._directory = directory
+        self._rank: int = get_parallel().tp_rank
         self._status = status.WeightStatus(label=label, model_digest=engine.spec.policy_digest)
         self._publish()
+
+    @cached_property
+    def _manifest(self) -> Manifest:
+        """Read when the first update comes: an engine that gets none needs no safetensors files."""
+        return Manifest.of_directory(self._directory)
 
     # The scheduler's own side: pauses, time limit, requests that come while nothing may be computed.
 
@@ -84,6 +93,10 @@ class Refit:
         """Opens a session. One that is still open belongs to a trainer that is gone, and is closed as it is."""
         if self.session is not None:
             self._close("another update session was opened before this one ended")
+        try:
+            _ = self._manifest
+        except (TraceServeError, OSError, ValueError) as exc:
+            return False, f"this engine cannot be updated: {one_line(exc)}"
         self._hold.take()
         self.session = Session(selector)
         self._publish()
@@ -175,6 +188,7 @@ class Refit:
         with transport.beating(state.get().telemetry, state.get().spec.refit_timeout_s):
             try:
                 for _, runner in manager._select_runners(session.selector):
+                    expert_weights.mark_loaded(runner.model, session.received)
                     runner.weight_updater.end_weight_update(run_post_load=False)
             except Exception as exc:
                 return one_line(exc)
@@ -190,7 +204,7 @@ class Refit:
                 if load_format not in _DISK_FORMATS:
                     raise ConfigError(f"load_format: got {load_format!r}, expected auto", field="load_format")
                 directory = Path(path)
-                check_directory(self._manifest, directory, engine.spec.recipe.recipe_id, engine.telemetry.beat)
+                check_directory(self._manifest, directory, engine.spec.recipe, engine.telemetry.beat)
                 digest = digest_directory(directory) if self._rank == 0 else ""
                 fault = None
             except Exception as exc:
@@ -224,6 +238,11 @@ class Refit:
         self._hold.take()
         self._quarantine(reason)
 
+    def count(self, name: str, by: int) -> None:
+        """Adds to a telemetry counter, once for all ranks."""
+        if self._rank == 0:
+            state.get().telemetry.add(name, by)
+
     # Outcomes.
 
     def _serve(self, manager: Any, label: str | None, digest: str) -> str:
@@ -233,10 +252,10 @@ class Refit:
         staleness.note(live, engine.weight_version)
         name = self.versions.next_label(label)
         engine.weight_version = self.versions.add(name, digest)
+        engine.version_labels[engine.weight_version] = name
         self._scheduler.record_weight_version_change(new_version=name)
         staleness.cut(live, engine.weight_version)
-        if self._rank == 0:
-            engine.telemetry.add("weight_updates", 1)
+        self.count("weight_updates", 1)
         self.quarantined = None
         # The cache is keyed by version too, so what cannot be flushed under running requests is never found again.
         flushed = manager.flush_cache()

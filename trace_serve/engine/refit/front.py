@@ -114,8 +114,9 @@ def add_spans(meta_info: dict[str, Any], output: int) -> None:
     }
 
 
-def take_spans(meta_info: dict[str, Any]) -> None:
-    """Moves what the scheduler said about a request's versions to its place in the answer."""
-    found = [value for value in meta_info.pop(CARRIER, None) or () if value]
-    if found:
-        meta_info[META_KEY] = found[-1]
+def take_spans(meta_info: dict[str, Any], customized_info: dict[str, Any], index: int) -> dict[str, Any]:
+    """Puts what the scheduler said about a request's versions into its answer; returns what is left."""
+    found = customized_info.get(CARRIER)
+    if found and found[index]:
+        meta_info[META_KEY] = found[index][0]
+    return {key: value for key, value in customized_info.items() if key != CARRIER}

@@ -11,12 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trace_serve.checkpoints.reader import open_checkpoint
+from trace_serve.checkpoints.shards import Shards
 from trace_serve.errors import ConfigError, PolicyError, ShapeError
 from trace_serve.policy.expert_names import parse
+from trace_serve.policy.layouts import KV_SCALES, declares_nvfp4, detect
+from trace_serve.policy.packed import packed_modules
 from trace_serve.policy.weights import read_weights
+from trace_serve.recipe import Recipe
 
 _DTYPES = {
     "F64": torch.float64,
@@ -30,6 +34,7 @@ _DTYPES = {
 }
 _SHOWN = 3
 _WEIGHT = ".weight"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -44,20 +49,29 @@ class Manifest:
 
     @classmethod
     def of_directory(cls, directory: Path) -> Manifest:
-        """Reads headers only.
+        """Reads headers only. Experts of a packed checkpoint are listed as the BF16 matrices that they stand for.
 
         Raises:
             PolicyError: as `policy.weights.read_weights`, or a dtype that no engine loads.
         """
-        tensors = {}
-        for name, info in read_weights(directory).items():
-            if info.dtype not in _DTYPES:
+        infos = read_weights(directory)
+        declared = detect(directory) if declares_nvfp4(directory) else None
+        packed = {} if declared is None else packed_modules(infos, declared.layout)
+        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, info in infos.items():
+            module, _, part = name.rpartition(".")
+            if declared is not None and part in KV_SCALES:
+                continue
+            if declared is not None and module in packed:
+                rows, columns = packed[module][declared.layout.codes].shape
+                tensors[f"{module}{_WEIGHT}"] = (torch.bfloat16, (rows, 2 * columns))
+            elif info.dtype in _DTYPES:
+                tensors[name] = (_DTYPES[info.dtype], info.shape)
+            else:
                 raise PolicyError(f"{directory}: tensor {name!r} has dtype {info.dtype}", field=info.file)
-            tensors[name] = (_DTYPES[info.dtype], info.shape)
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        embedding = "model.embed_tokens.weight"
-        tied = config.get("tie_word_embeddings") and embedding in tensors and "lm_head.weight" not in tensors
-        return cls(tensors, {"lm_head.weight": embedding} if tied else {})
+        tied = config.get("tie_word_embeddings") and _EMBEDDING in tensors and _HEAD not in tensors
+        return cls(tensors, {_HEAD: _EMBEDDING} if tied else {})
 
     def check_metadata(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Raises:
@@ -116,39 +130,37 @@ def check_finite(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_directory(manifest: Manifest, directory: Path, recipe_id: str, progress: Callable[[], None]) -> None:
+def check_directory(manifest: Manifest, directory: Path, recipe: Recipe, progress: Callable[[], None]) -> None:
     """Checks that a directory holds exactly the model's tensors, complete and finite; reads all of them once.
 
     Args:
         manifest: of the model.
-        directory: a Hugging Face model directory, or a policy.
-        recipe_id: of the engine; a policy under another recipe is refused.
+        directory: a Hugging Face model directory, packed or not, or a policy.
+        recipe: of the engine; a policy under another recipe is refused.
         progress: called after every tensor.
 
     Raises:
         PolicyError: missing, truncated or inconsistent files, tensors missing, or a policy of another recipe.
         ConfigError, ShapeError: as `Manifest.check`.
     """
-    _check_policy(directory, recipe_id)
-    infos = read_weights(directory)
-    missing = manifest.missing(infos)
+    _check_policy(directory, recipe.recipe_id)
+    checkpoint = open_checkpoint(directory, recipe)
+    missing = manifest.missing(Manifest.of_directory(directory).tensors)
     if missing:
         raise PolicyError(
             f"{directory}: {len(missing)} of the model's {len(manifest.tensors)} tensors are not there "
             f"({', '.join(missing[:_SHOWN])}); expected all of them",
             field="model_path",
         )
-    by_file: dict[str, list[str]] = {}
-    for name, info in infos.items():
-        by_file.setdefault(info.file, []).append(name)
-    for file, names in by_file.items():
-        try:
-            with safe_open(directory / file, framework="pt") as handle:
-                for name in names:
-                    manifest.check([(name, handle.get_tensor(name))])
-                    progress()
-        except (OSError, SafetensorError) as exc:
-            raise PolicyError(f"{directory / file}: cannot be read: {exc}", field=file) from exc
+    with Shards(directory) as shards:
+        tensors: Iterable[tuple[str, Tensor]] = (
+            (name, shards.read(name, info)) for name, info in read_weights(directory).items()
+        )
+        if checkpoint is not None:
+            tensors = checkpoint.expand(tensors, lambda module, image: None)
+        for name, tensor in tensors:
+            manifest.check([(name, tensor)])
+            progress()
 
 
 def _check_policy(directory: Path, recipe_id: str) -> None:
@@ -161,6 +173,6 @@ def _check_policy(directory: Path, recipe_id: str) -> None:
         raise PolicyError(f"{path}: cannot be read: {exc}", field="model_path") from exc
     if found != recipe_id:
         raise PolicyError(
-            f"{directory}: its recipe is {found}, this engine runs {recipe_id}; start an engine with the policy's recipe",
+            f"{directory}: its recipe is {found}, this engine runs {recipe_id}; start an engine with that recipe",
             field="model_path",
         )

@@ -60,18 +60,18 @@ class Session:
         if self.broken is not None:
             return self.broken
         if self.refused:
-            name, reason = next(iter(self.refused.items()))
-            return f"tensor {name!r} was refused and not sent again ({reason})"
+            reason = next(iter(self.refused.values()))
+            return f"{len(self.refused)} tensors were refused and not sent again: {reason}"
         missing = manifest.missing(self.received)
         if not missing:
             return None
         if self.lost is not None:
             return f"a bucket was refused ({self.lost}) and {len(missing)} tensors were never received"
         if not partial:
+            shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
             return (
-                f"{len(missing)} of {len(manifest.tensors)} tensors were never received "
-                f"({', '.join(missing[:_SHOWN])}{', ...' if len(missing) > _SHOWN else ''}); send all of them, or start "
-                "the engine with partial_refit if the others are not trained"
+                f"{len(missing)} of {len(manifest.tensors)} tensors were never received ({shown}); send all of them, "
+                "or start the engine with partial_refit if the others are not trained"
             )
         half = manifest.unpaired(self.received)
         if half is not None:

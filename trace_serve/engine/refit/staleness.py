@@ -10,6 +10,7 @@ from trace_serve.engine.refit.versions import LIMIT_FIELD, sampled_versions
 META_KEY = "weight_version_spans"
 CARRIER = "_trace_weight_versions"
 _EVENTS = "_trace_version_events"
+_SUMMARY = "_trace_version_summary"
 
 
 def in_flight(scheduler: Any) -> list[Any]:
@@ -58,6 +59,17 @@ def cut(requests: Iterable[Any], version: int) -> int:
     return count
 
 
+def keep(req: Any, summary: dict[str, Any]) -> None:
+    """Leaves a summary with its request until the answer is sent."""
+    req.__dict__[_SUMMARY] = summary
+
+
+def take(req: Any) -> dict[str, Any] | None:
+    """The summary of a finished request, once."""
+    found: dict[str, Any] | None = req.__dict__.pop(_SUMMARY, None) if req.finished() else None
+    return found
+
+
 def summarize(req: Any, rows: list[int], version: int, spans: Any) -> dict[str, Any]:
     """The answer's `weight_version_spans`.
 
@@ -68,8 +80,8 @@ def summarize(req: Any, rows: list[int], version: int, spans: Any) -> dict[str, 
         spans: `Versions.spans`.
 
     Returns:
-        `rows` and `sampled`, lists of [first, end, label] over rows (prompt and output but the last token) and over output
-        tokens; `version_diff`, newest minus oldest version; `stale_tokens`, those more than the request's
+        `rows` and `sampled`, lists of [first, end, label] over rows (prompt and output but the last token) and over
+        output tokens; `version_diff`, newest minus oldest version; `stale_tokens`, those more than the request's
         `max_version_diff` behind `version`, 0 without one.
     """
     prompt, output = len(req.origin_input_ids), len(req.output_ids_through_stop)

@@ -131,7 +131,7 @@ def from_broadcast(updater: Any, request: Any) -> NamedTensors:
     names, dtypes, shapes = request.names, request.dtypes, request.shapes
     if not len(names) == len(dtypes) == len(shapes):
         raise ConfigError(
-            f"names, dtypes, shapes: got {len(names)}, {len(dtypes)} and {len(shapes)} entries, expected as many of each",
+            f"names, dtypes, shapes: got {len(names)}, {len(dtypes)} and {len(shapes)}, expected as many of each",
             field="names",
         )
     for name, dtype in zip(names, dtypes, strict=True):
