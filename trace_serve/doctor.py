@@ -145,7 +145,7 @@ def check_entry_points(environment: Mapping[str, str]) -> list[Check]:
 def check_seams(
     command: Sequence[str] = _SEAMS, timeout_s: float = PROBE_TIMEOUT_S, *, patched: bool = True
 ) -> list[Check]:
-    """One row a seam, from a process that imports SGLang.
+    """One row a seam, from a process that imports SGLang; patches have rows of their own, see `check_patches`.
 
     Args:
         patched: every patch is applied; if not, that is the first thing to mend, as other seams fail in its wake.
@@ -159,9 +159,10 @@ def check_seams(
                 f"seam {seam['name']}",
                 "ok" if seam["ok"] else "missing",
                 str(seam["target"] if seam["ok"] else f"{seam['target']}: {_first_line(seam['detail'])}"),
-                "" if seam["ok"] else _reinstall() if patched and seam["kind"] != "patch" else _APPLY,
+                "" if seam["ok"] else _reinstall() if patched else _APPLY,
             )
             for seam in seams
+            if seam["kind"] != "patch"
         ]
 
     return _probe("seams", command, timeout_s, rows)

@@ -22,19 +22,19 @@ def printing(value: object) -> tuple[str, ...]:
 
 
 def test_each_seam_is_a_row_by_name() -> None:
-    gone = {**SEAM, "name": "flush", "kind": "patch", "ok": False, "detail": "not patched (stale KV)"}
+    patch = {**SEAM, "name": "0003-flush", "kind": "patch", "ok": False, "detail": "clean"}
+    gone = {**SEAM, "name": "flush", "kind": "registry", "ok": False, "detail": "our entry is missing (stale KV)"}
     moved = {**SEAM, "name": "collect", "ok": False, "detail": "parameters are ('self',)"}
 
-    rows = doctor.check_seams(printing([SEAM, gone, moved]))
+    rows = doctor.check_seams(printing([patch, SEAM, gone, moved]))
 
     assert [(row.name, row.state) for row in rows] == [
         ("seam kv-method", "ok"),
         ("seam flush", "missing"),
         ("seam collect", "missing"),
     ]
-    assert rows[1].detail == "sglang.x: not patched (stale KV)"
-    assert rows[1].remedy == "trace-serve patch apply"
-    assert "--force-reinstall" in rows[2].remedy
+    assert rows[1].detail == "sglang.x: our entry is missing (stale KV)"
+    assert all("--force-reinstall" in row.remedy for row in rows[1:])
 
 
 def test_a_seam_that_fails_while_a_patch_is_missing_is_mended_by_the_patch_first() -> None:

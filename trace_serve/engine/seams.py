@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from trace_serve.errors import SeamError
+from trace_serve import patching
+from trace_serve.errors import PatchError, SeamError
 
 
 @dataclass(frozen=True)
@@ -60,98 +61,25 @@ def _hook_applied(target: str) -> str | None:
     return None if target in HookRegistry._patched else "the hook is not applied"
 
 
-def _bootstrap_patched() -> str | None:
-    import sglang
+def _patches() -> list[SeamStatus]:
+    """One status a patch, told by the digests of the files that it changes."""
+    try:
+        status = patching.status()
+    except PatchError as exc:
+        return [SeamStatus("patches", "patch", "sglang", False, str(exc))]
+    return [
+        SeamStatus(
+            name=patch.name.removesuffix(".patch"),
+            kind="patch",
+            target=", ".join(patch.files),
+            ok=patch.state == "applied",
+            detail="ok"
+            if patch.state == "applied"
+            else f"{patch.state}; run `trace-serve patch apply` ({patch.subject})",
+        )
+        for patch in status.patches
+    ]
 
-    source = inspect.getsource(sglang)
-    return None if "sglang.bootstrap" in source else "not patched; run `trace-serve patch apply`"
-
-
-def _mixtral_patched() -> str | None:
-    from sglang.srt.model_loader.utils import get_model_architecture
-
-    found = "supports_mixtral_moe" in inspect.getsource(get_model_architecture)
-    return None if found else "not patched; run `trace-serve patch apply`"
-
-
-def _flush_patched() -> str | None:
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-
-    source = inspect.getsource(inspect.unwrap(SchedulerWeightUpdaterManager.end_weight_update))
-    return None if "flush_cache" in source else "not patched; run `trace-serve patch apply`"
-
-
-def _stream_logprobs_patched() -> str | None:
-    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
-
-    source = "".join(inspect.getsource(OpenAIServingChat).split())
-    found = "ifremaining_logprobsisnotNone:" in source
-    return None if found else "not patched; run `trace-serve patch apply`"
-
-
-def _host_memory_patched() -> str | None:
-    from sglang.srt.mem_cache.pool_host.common import alloc_with_host_register
-
-    found = "torch.cuda.is_available()" in inspect.getsource(alloc_with_host_register)
-    return None if found else "not patched; run `trace-serve patch apply`"
-
-
-def _tied_patched(module: str, attribute: str) -> Callable[[], str | None]:
-    def check() -> str | None:
-        source = inspect.getsource(getattr(pkgutil.resolve_name(module), attribute))
-        return None if "tie_word_embeddings" in source else "not patched; run `trace-serve patch apply`"
-
-    return check
-
-
-def _olmoe_config_patched() -> str | None:
-    from sglang.srt.models.olmoe import OlmoeAttention
-
-    source = inspect.getsource(OlmoeAttention.__init__)
-    found = "self.total_num_kv_heads * self.head_dim" in source
-    return None if found else "not patched; run `trace-serve patch apply`"
-
-
-_PATCHES: tuple[tuple[str, str, Callable[[], str | None], str], ...] = (
-    ("bootstrap", "sglang/__init__.py", _bootstrap_patched, "a spawned child cannot import sgl_kernel on a CPU"),
-    ("mixtral-moe", "sglang/srt/model_loader/utils.py", _mixtral_patched, "Mixtral loads as the dense class"),
-    (
-        "flush-after-update",
-        "sglang/srt/managers/scheduler_components/weight_updater.py",
-        _flush_patched,
-        "KV of old weights serves new ones",
-    ),
-    (
-        "host-memory",
-        "sglang/srt/mem_cache/pool_host/common.py",
-        _host_memory_patched,
-        "the CPU engine dies when routed experts are returned",
-    ),
-    (
-        "stream-logprobs",
-        "sglang/srt/entrypoints/openai/serving_chat.py",
-        _stream_logprobs_patched,
-        "a stream lacks log-probabilities of its tokens",
-    ),
-    (
-        "tied-embeddings-mixtral",
-        "sglang/srt/models/mixtral.py",
-        _tied_patched("sglang.srt.models.mixtral", "MixtralForCausalLM"),
-        "random logits for a tied head",
-    ),
-    (
-        "tied-embeddings-olmoe",
-        "sglang/srt/models/olmoe.py",
-        _tied_patched("sglang.srt.models.olmoe", "OlmoeForCausalLM"),
-        "random logits for a tied head",
-    ),
-    (
-        "olmoe-config",
-        "sglang/srt/models/olmoe.py",
-        _olmoe_config_patched,
-        "OLMoE with fewer KV heads does not load, and its norms ignore the config",
-    ),
-)
 
 _REGISTRIES: tuple[tuple[str, str, type, str], ...] = (
     ("quantization-methods", "sglang.srt.layers.quantization.QUANTIZATION_METHODS", dict, "experts stay BF16"),
@@ -185,11 +113,11 @@ def _holds_ours(target: str) -> str | None:
 
 
 def check_all() -> list[SeamStatus]:
-    """Looks at the installed SGLang: patched sources, hook targets and their signatures, registries."""
+    """Looks at the installed SGLang: patched files, hook targets and their signatures, registries."""
     from trace_serve.engine import hooks
 
     return [
-        *(_status(name, "patch", target, check, why) for name, target, check, why in _PATCHES),
+        *_patches(),
         *(
             _status(hook.name, "hook", hook.target, partial(_hook_exists, hook.target, hook.parameters), hook.why)
             for hook in hooks.HOOKS
@@ -231,8 +159,27 @@ def require(statuses: list[SeamStatus]) -> None:
         raise SeamError(f"{found}. Run `trace-serve doctor`")
 
 
+def declared() -> list[dict[str, Any]]:
+    """What hooks and registries expect of SGLang, for a check of another release that does not import it."""
+    from trace_serve.engine import hooks
+
+    return [
+        *(
+            {"name": h.name, "kind": "hook", "target": h.target, "parameters": h.parameters, "type": None, "why": h.why}
+            for h in hooks.HOOKS
+        ),
+        *(
+            {"name": name, "kind": "registry", "target": target, "parameters": None, "type": kind.__name__, "why": why}
+            for name, target, kind, why in _REGISTRIES
+        ),
+    ]
+
+
 def main() -> int:
-    """Prints the installation's seams; exit code 1 when one is missing."""
+    """Prints the installation's seams; exit code 1 when one is missing. With `--declared`, what they should be."""
+    if "--declared" in sys.argv[1:]:
+        print(json.dumps(declared()))
+        return 0
     statuses = check_all()
     if "--json" in sys.argv[1:]:
         print(json.dumps([asdict(status) for status in statuses]))

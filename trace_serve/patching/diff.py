@@ -70,7 +70,7 @@ class FileDiff:
 
 
 def _rewrite(path: str, content: bytes, hunks: Sequence[Hunk]) -> bytes:
-    lines = _split(content.decode("utf-8", "surrogateescape"))
+    lines = split_lines(content.decode("utf-8", "surrogateescape"))
     out: list[str] = []
     cursor = 0
     for hunk in hunks:
@@ -87,7 +87,8 @@ def _rewrite(path: str, content: bytes, hunks: Sequence[Hunk]) -> bytes:
     return "".join(out).encode("utf-8", "surrogateescape")
 
 
-def _split(text: str) -> list[str]:
+def split_lines(text: str) -> list[str]:
+    """Lines with their ends, as a diff counts them."""
     # str.splitlines would also split at form feeds and Unicode separators, which a diff counts as part of a line.
     lines = [line + "\n" for line in text.split("\n")]
     last = lines.pop()[:-1]
