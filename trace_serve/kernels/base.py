@@ -11,23 +11,29 @@ import torch
 from torch import Tensor
 
 from trace_serve.errors import ConfigError
-from trace_serve.nvfp4 import Quantized
+from trace_serve.nvfp4 import PORTABLE_RULES, Quantized, Rules
 
 
 class Kernels(Protocol):
-    """Row-wise NVFP4 operations under the default recipe's block rules; `kernels_for` serves the other recipes.
+    """Row-wise NVFP4 operations under the rules that a backend implements; `kernels_for` serves every recipe.
 
     Every backend gives the codes and scale bytes of `trace_serve.nvfp4`, bit for bit.
     """
 
     name: str
 
+    def implements(self, rules: Rules) -> bool:
+        """Whether the row operations below take these rules."""
+        ...
+
     def quantize_rows(
         self,
         x: Tensor,
         *,
+        rules: Rules = PORTABLE_RULES,
         rotation: int = 0,
         global_scale: float | None = None,
+        encode_scale: float | None = None,
         hints: bool = False,
         counters: Tensor | None = None,
     ) -> Quantized:
@@ -35,8 +41,11 @@ class Kernels(Protocol):
 
         Args:
             x: bfloat16 or float32 [N, K], K a multiple of 16; N may be 0.
+            rules: the recipe's rules of the operand, which the backend has to implement.
             rotation: width of the Hadamard rotation applied first; 0 is off.
-            global_scale: one static scale, or None for a power of two a row, from the rotated row.
+            global_scale: one static scale, or None for the one that the rules take from each rotated row.
+            encode_scale: S beside a static scale, where the recipe starts from it (`nvfp4.GlobalScale.encode`); the
+                arithmetic then uses S and 1/S, and the static scale is only kept.
             hints: whether to return the lowest bit of every code too, from the same pass.
             counters: int64 [3], incidents are added in place (`nvfp4.INCIDENT_NAMES`).
 
@@ -45,6 +54,7 @@ class Kernels(Protocol):
 
         Raises:
             ShapeError: wrong rank or dtype, or K not a multiple of 16 or of the rotation width.
+            RecipeError: rules that the backend does not implement.
         """
         ...
 
@@ -52,8 +62,10 @@ class Kernels(Protocol):
         self,
         x: Tensor,
         *,
+        rules: Rules = PORTABLE_RULES,
         rotation: int = 0,
         global_scale: float | None = None,
+        encode_scale: float | None = None,
         hints: bool = False,
         counters: Tensor | None = None,
     ) -> tuple[Tensor, Quantized]:

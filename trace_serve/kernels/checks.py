@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from trace_serve.nvfp4.quantize import check_blocks
 from trace_serve.recipe import BLOCK, ROTATIONS
 
 
-def check_rows(x: Tensor, rotation: int, global_scale: float | None) -> None:
+def check_rows(x: Tensor, rotation: int, global_scale: float | None, encode_scale: float | None = None) -> None:
     """Refuses rows that `quantize_rows` cannot take.
 
     Raises:
@@ -30,6 +31,20 @@ def check_rows(x: Tensor, rotation: int, global_scale: float | None) -> None:
         raise ShapeError(
             f"global_scale: got {global_scale}, expected a positive finite number or None", field="global_scale"
         )
+    if encode_scale is not None and (global_scale is None or not (encode_scale > 0 and math.isfinite(encode_scale))):
+        raise ShapeError(
+            f"encode_scale: got {encode_scale} with global_scale {global_scale}, expected two positive finite numbers",
+            field="encode_scale",
+        )
+
+
+def static_arithmetic(global_scale: float, encode_scale: float | None) -> tuple[float, float, float]:
+    """The kept g, and the S and g that the arithmetic uses, each fp32: 1/g and g, or S and 1/S where S is given."""
+    one = np.float32(1.0)
+    if encode_scale is None:
+        g = np.float32(global_scale)
+        return float(g), float(one / g), float(g)
+    return float(np.float32(global_scale)), float(np.float32(encode_scale)), float(one / np.float32(encode_scale))
 
 
 def check_codes(codes: Tensor) -> None:

@@ -15,19 +15,24 @@ from torch import Tensor
 from trace_serve.errors import ShapeError
 from trace_serve.kernels import cpu_loops, cpu_stages
 from trace_serve.kernels.checks import check_codes, check_pool, check_rows
-from trace_serve.nvfp4 import Quantized, new_counters
+from trace_serve.nvfp4 import PORTABLE_RULES, Quantized, Rules, new_counters
 from trace_serve.recipe import BLOCK
 
 
 class CpuKernels:
     name = "cpu"
 
+    def implements(self, rules: Rules) -> bool:
+        return rules == PORTABLE_RULES
+
     def quantize_rows(
         self,
         x: Tensor,
         *,
+        rules: Rules = PORTABLE_RULES,
         rotation: int = 0,
         global_scale: float | None = None,
+        encode_scale: float | None = None,
         hints: bool = False,
         counters: Tensor | None = None,
     ) -> Quantized:
@@ -37,8 +42,10 @@ class CpuKernels:
         self,
         x: Tensor,
         *,
+        rules: Rules = PORTABLE_RULES,
         rotation: int = 0,
         global_scale: float | None = None,
+        encode_scale: float | None = None,
         hints: bool = False,
         counters: Tensor | None = None,
     ) -> tuple[Tensor, Quantized]:

@@ -5,8 +5,6 @@ Each operand gets the fast backend where that implements the recipe's choices, a
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from trace_serve.errors import RecipeError, ShapeError
 from trace_serve.kernels.base import Kernels, get_kernels
 from trace_serve.kernels.checks import check_rows
 from trace_serve.nvfp4 import Operand, Quantized
-from trace_serve.recipe import E4M3_MAX, Recipe
+from trace_serve.recipe import Recipe
 
 
 class RecipeKernels:
@@ -23,20 +21,17 @@ class RecipeKernels:
 
     Args:
         recipe: the numeric choices.
-        fast: a backend that implements the default recipe's block rules.
+        fast: the backend to prefer for every operand whose rules it implements.
     """
 
     def __init__(self, recipe: Recipe, fast: Kernels) -> None:
         self.recipe = recipe
         self._fast = fast
-        pow2_aims_at_448 = recipe.global_scale_max == E4M3_MAX
-        portable = {operand: nvfp4.rules(recipe, operand).is_portable for operand in nvfp4.OPERANDS}
-        # A fast backend takes the scale of a token itself, so that choice has to be its own too.
-        portable["activations"] &= (
-            recipe.activation_global_scale == "pow2_per_token" and pow2_aims_at_448
-        ) or recipe.activation_global_scale == "per_tensor_static"
-        portable["weights"] &= recipe.weight_global_scale == "pow2_per_expert"
-        self._portable = portable
+        self._rules = {operand: nvfp4.rules(recipe, operand) for operand in nvfp4.OPERANDS}
+        reference = get_kernels("reference")
+        self._kernels = {
+            operand: fast if fast.implements(rules) else reference for operand, rules in self._rules.items()
+        }
 
     @property
     def name(self) -> str:
@@ -51,7 +46,7 @@ class RecipeKernels:
 
     def backend_of(self, operand: Operand) -> str:
         """Name of the backend that quantizes an operand: `activations`, `weights` or `kv`."""
-        return self._fast.name if self._portable[operand] else "reference"
+        return self._kernels[operand].name
 
     def quantize_activations(
         self, x: Tensor, *, static_scale: float | None = None, hints: bool = False, counters: Tensor | None = None
@@ -69,31 +64,28 @@ class RecipeKernels:
             ShapeError: as `Kernels.quantize_rows`.
         """
         self._check_static(static_scale)
-        width = self.recipe.expert_rotation
-        if self._portable["activations"]:
-            return self._fast.quantize_rows(
-                x, rotation=width, global_scale=static_scale, hints=hints, counters=counters
-            )
-        check_rows(x, width, static_scale)
-        rotated = nvfp4.rotate(x, width)
-        kept = nvfp4.quantize_tokens(rotated, self.recipe, static_scale=static_scale, counters=counters)
-        return dataclasses.replace(kept, hints=nvfp4.hint_bits(kept.codes)) if hints else kept
+        return self._kernels["activations"].quantize_rows(
+            x,
+            rules=self._rules["activations"],
+            rotation=self.recipe.expert_rotation,
+            global_scale=static_scale,
+            hints=hints,
+            counters=counters,
+        )
 
     def fake_quantize_activations(
         self, x: Tensor, *, static_scale: float | None = None, hints: bool = False, counters: Tensor | None = None
     ) -> tuple[Tensor, Quantized]:
         """`quantize_activations` and the values it keeps, as bfloat16 [N, K]: exact if `recipe.exact_in_bf16`."""
         self._check_static(static_scale)
-        if self._portable["activations"]:
-            return self._fast.fake_quantize_rows(
-                x,
-                rotation=self.recipe.expert_rotation,
-                global_scale=static_scale,
-                hints=hints,
-                counters=counters,
-            )
-        kept = self.quantize_activations(x, static_scale=static_scale, hints=hints, counters=counters)
-        return nvfp4.dequantize(kept, torch.bfloat16), kept
+        return self._kernels["activations"].fake_quantize_rows(
+            x,
+            rules=self._rules["activations"],
+            rotation=self.recipe.expert_rotation,
+            global_scale=static_scale,
+            hints=hints,
+            counters=counters,
+        )
 
     def fake_quantize_weight(self, weight: Tensor, *, parts: int = 1, counters: Tensor | None = None) -> Tensor:
         """The NVFP4 image of one expert's matrix, rotated as the recipe says: bfloat16, exact if `exact_in_bf16`.
@@ -113,14 +105,17 @@ class RecipeKernels:
             )
         check_rows(weight, self.recipe.expert_rotation, None)
         rotated = nvfp4.rotate(weight, self.recipe.expert_rotation)
-        if not self._portable["weights"]:
-            return nvfp4.dequantize(
-                nvfp4.quantize_weight(rotated, self.recipe, parts=parts, counters=counters), torch.bfloat16
-            )
         images = []
         for rows in rotated.chunk(parts) if self.recipe.gate_up_scale == "split" else (rotated,):
-            g = float(nvfp4.matrix_global_scale(rows, self.recipe).decode)
-            images.append(self._fast.fake_quantize_rows(rows, global_scale=g, counters=counters)[0])
+            scale = nvfp4.matrix_global_scale(rows, self.recipe)
+            image, _ = self._kernels["weights"].fake_quantize_rows(
+                rows,
+                rules=self._rules["weights"],
+                global_scale=float(scale.decode),
+                encode_scale=None if scale.encode is None else float(scale.encode),
+                counters=counters,
+            )
+            images.append(image)
         return torch.cat(images) if len(images) > 1 else images[0]
 
     def quantize_kv(
@@ -131,14 +126,14 @@ class RecipeKernels:
         Raises:
             ShapeError: as `Kernels.quantize_rows`.
         """
-        if self._portable["kv"]:
-            return self._fast.quantize_rows(
-                x, rotation=rotation, global_scale=global_scale, hints=hints, counters=counters
-            )
-        check_rows(x, rotation, global_scale)
-        g = torch.full((x.shape[0],), global_scale, dtype=torch.float32, device=x.device)
-        kept = nvfp4.quantize(nvfp4.rotate(x, rotation), g, self.recipe, operand="kv", counters=counters)
-        return dataclasses.replace(kept, hints=nvfp4.hint_bits(kept.codes)) if hints else kept
+        return self._kernels["kv"].quantize_rows(
+            x,
+            rules=self._rules["kv"],
+            rotation=rotation,
+            global_scale=global_scale,
+            hints=hints,
+            counters=counters,
+        )
 
     def gather_dequantize(self, codes: Tensor, scales: Tensor, index: Tensor, global_scale: float) -> Tensor:
         """As `Kernels.gather_dequantize`: what a code stands for is the same under every recipe."""

@@ -3,7 +3,7 @@
 Fast backends live in `trace_serve.kernels`; guided rounding lives in `trace_serve.guided`.
 """
 
-from trace_serve.nvfp4.block_scale import OPERANDS, Operand, Rules, rules
+from trace_serve.nvfp4.block_scale import OPERANDS, PORTABLE_RULES, Operand, Rules, rules
 from trace_serve.nvfp4.fake import fake_quantize, fake_quantize_tokens, fake_quantize_weight, straight_through
 from trace_serve.nvfp4.global_scale import (
     GlobalScale,
@@ -13,6 +13,7 @@ from trace_serve.nvfp4.global_scale import (
     pow2_exponent,
     pow2_from_exponent,
     pow2_global_scale,
+    row_global_scale,
     token_global_scale,
     weight_global_scale,
 )
@@ -27,6 +28,7 @@ from trace_serve.nvfp4.quantize import (
     new_counters,
     quantize,
     quantize_tokens,
+    quantize_under,
     quantize_weight,
 )
 from trace_serve.nvfp4.rotation import hadamard, rotate
@@ -34,6 +36,7 @@ from trace_serve.nvfp4.rotation import hadamard, rotate
 __all__ = [
     "INCIDENT_NAMES",
     "OPERANDS",
+    "PORTABLE_RULES",
     "GlobalScale",
     "Operand",
     "Quantized",
@@ -58,8 +61,10 @@ __all__ = [
     "pow2_global_scale",
     "quantize",
     "quantize_tokens",
+    "quantize_under",
     "quantize_weight",
     "rotate",
+    "row_global_scale",
     "rules",
     "straight_through",
     "swizzle",

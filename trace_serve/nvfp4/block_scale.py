@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trace_serve.nvfp4 import e4m3
-from trace_serve.recipe import BLOCK, E2M1_MAX, Recipe
+from trace_serve.recipe import BLOCK, E2M1_MAX, E4M3_MAX, Recipe
 
 Operand = Literal["activations", "weights", "kv"]
 OPERANDS: tuple[Operand, ...] = ("activations", "weights", "kv")
@@ -17,7 +17,10 @@ OPERANDS: tuple[Operand, ...] = ("activations", "weights", "kv")
 
 @dataclass(frozen=True)
 class Rules:
-    """What the recipe says about the blocks of one operand; see `Recipe` for the meaning of each value."""
+    """What the recipe says about the rows and blocks of one operand; see `Recipe` for the meaning of each value.
+
+    `token_scale` (`pow2_per_token` or `per_token`) and `scale_max` matter where a row's global scale is taken from it.
+    """
 
     scale_formula: str
     reciprocal: str
@@ -25,11 +28,8 @@ class Rules:
     zero_block: str
     four_over_six: bool
     square_tiles: bool
-
-    @property
-    def is_portable(self) -> bool:
-        """Whether these are the rules of the default recipe, the ones that fast backends implement."""
-        return self == PORTABLE
+    token_scale: str = "pow2_per_token"
+    scale_max: float = E4M3_MAX
 
 
 def rules(recipe: Recipe, operand: Operand) -> Rules:
@@ -39,6 +39,7 @@ def rules(recipe: Recipe, operand: Operand) -> Rules:
         "kv": recipe.kv_scale_formula,
     }[operand]
     searched = {"off": (), "weights": ("weights",), "experts": ("weights", "activations")}[recipe.four_over_six]
+    from_tokens = operand == "activations" and recipe.activation_global_scale != "per_tensor_static"
     return Rules(
         scale_formula=formula,
         reciprocal=recipe.reciprocal,
@@ -46,16 +47,20 @@ def rules(recipe: Recipe, operand: Operand) -> Rules:
         zero_block=recipe.zero_block,
         four_over_six=operand in searched,
         square_tiles=operand == "weights" and recipe.weight_tiles == "16x16",
+        token_scale=recipe.activation_global_scale if from_tokens else "pow2_per_token",
+        scale_max=recipe.global_scale_max if from_tokens else E4M3_MAX,
     )
 
 
-PORTABLE = rules(Recipe(), "activations")
+PORTABLE_RULES = rules(Recipe(), "activations")
+"""Those of the default recipe, for every operand."""
 
 
 def unrounded(formula: str, amax: Tensor, encode: Tensor, decode: Tensor) -> Tensor:
     """The block scale before it is rounded to E4M3: fp32, the shape of `amax`."""
-    six = torch.tensor(E2M1_MAX, dtype=torch.float32, device=amax.device)
-    sixth = torch.tensor(1.0 / E2M1_MAX, dtype=torch.float32, device=amax.device)
+    # Filled, not copied from the host, which a CUDA graph cannot capture.
+    six = torch.full((), E2M1_MAX, dtype=torch.float32, device=amax.device)
+    sixth = torch.full((), 1.0 / E2M1_MAX, dtype=torch.float32, device=amax.device)
     if formula == "amax_times_sixth":
         return amax * (encode * sixth)
     if formula == "amax_over_six":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trace_serve.errors import RecipeError
+from trace_serve.nvfp4.block_scale import Rules, rules
 from trace_serve.recipe import E2M1_MAX, E4M3_MAX, Recipe
 
 MIN_EXPONENT = -100
@@ -73,10 +74,10 @@ class GlobalScale:
     encode: Tensor | None
 
 
-def _maximum(like: Tensor, recipe: Recipe) -> Tensor:
-    """6 * global_scale_max as a tensor: torch divides a Python number by a tensor, or the reverse on a card, through a
+def _maximum(like: Tensor, scale_max: float) -> Tensor:
+    """6 * scale_max as a tensor: torch divides a Python number by a tensor, or the reverse on a card, through a
     reciprocal that is rounded first."""
-    return torch.tensor(E2M1_MAX * recipe.global_scale_max, dtype=torch.float32, device=like.device)
+    return torch.full((), E2M1_MAX * scale_max, dtype=torch.float32, device=like.device)
 
 
 def token_global_scale(x: Tensor, recipe: Recipe) -> GlobalScale:
@@ -85,17 +86,22 @@ def token_global_scale(x: Tensor, recipe: Recipe) -> GlobalScale:
     Raises:
         RecipeError: the recipe has static scales, which are not computed from the token.
     """
+    if recipe.activation_global_scale == "per_tensor_static":
+        raise RecipeError(
+            "recipe activation_global_scale: 'per_tensor_static' takes its scale from the recipe, not from a token; "
+            "pass global_scale",
+            field="activation_global_scale",
+        )
+    return row_global_scale(x, rules(recipe, "activations"))
+
+
+def row_global_scale(x: Tensor, applied: Rules) -> GlobalScale:
+    """One scale a row as `applied.token_scale` says: x [..., K] to fp32 [...]."""
     amax = finite_amax(x, -1)
-    if recipe.activation_global_scale == "pow2_per_token":
-        return GlobalScale(pow2_global_scale(amax, recipe.global_scale_max), None)
-    if recipe.activation_global_scale == "per_token":
-        encode = (_maximum(amax, recipe) / amax).clamp(max=FLOAT32_MAX)
-        return GlobalScale(encode.reciprocal(), encode)
-    raise RecipeError(
-        "recipe activation_global_scale: 'per_tensor_static' takes its scale from the recipe, not from a token; "
-        "pass global_scale",
-        field="activation_global_scale",
-    )
+    if applied.token_scale == "pow2_per_token":
+        return GlobalScale(pow2_global_scale(amax, applied.scale_max), None)
+    encode = (_maximum(amax, applied.scale_max) / amax).clamp(max=FLOAT32_MAX)
+    return GlobalScale(encode.reciprocal(), encode)
 
 
 def matrix_global_scale(weight: Tensor, recipe: Recipe) -> GlobalScale:
@@ -103,7 +109,7 @@ def matrix_global_scale(weight: Tensor, recipe: Recipe) -> GlobalScale:
     amax = finite_amax(weight, (-2, -1))
     if recipe.weight_global_scale == "pow2_per_expert":
         return GlobalScale(pow2_global_scale(amax, recipe.global_scale_max), None)
-    decode = torch.where(amax > 0, amax / _maximum(amax, recipe), torch.ones_like(amax))
+    decode = torch.where(amax > 0, amax / _maximum(amax, recipe.global_scale_max), torch.ones_like(amax))
     # ModelOpt's formula divides by g and never forms S.
     starts_from_g = recipe.weight_scale_formula == "amax_over_six_g"
     return GlobalScale(decode, None if starts_from_g else decode.reciprocal())

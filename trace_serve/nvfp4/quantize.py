@@ -12,6 +12,8 @@ NaN or infinity gets scale byte 0x7F and codes 0, so that it reads back as NaN, 
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +67,10 @@ def check_blocks(x: Tensor, name: str = "x") -> None:
 
 
 def _broadcast_global_scale(g: Tensor | float, x: Tensor) -> Tensor:
-    scale = torch.as_tensor(g, dtype=torch.float32, device=x.device)
+    if isinstance(g, Tensor):
+        scale = g.to(device=x.device, dtype=torch.float32)
+    else:
+        scale = torch.full((), g, dtype=torch.float32, device=x.device)
     try:
         scale.expand(x.shape[:-1])
     except RuntimeError as exc:
@@ -73,7 +78,15 @@ def _broadcast_global_scale(g: Tensor | float, x: Tensor) -> Tensor:
             f"global_scale: got shape {tuple(scale.shape)}, expected one that broadcasts to {tuple(x.shape[:-1])}",
             field="global_scale",
         ) from exc
-    if not bool(((scale > 0) & scale.isfinite()).all()):
+    good = (scale > 0) & scale.isfinite()
+    if not isinstance(g, Tensor):
+        refused = not (g > 0 and math.isfinite(g))
+    elif scale.device.type == "cpu":
+        refused = not bool(good.all())
+    else:
+        # The host does not wait for the device; what such a scale belongs to reads back as NaN.
+        return torch.where(good, scale, torch.nan)
+    if refused:
         raise ShapeError("global_scale: got a value that is not positive and finite", field="global_scale")
     return scale
 
@@ -141,7 +154,8 @@ def quantize(
 
     Args:
         x: bfloat16, float16 or float32 [..., K], K a multiple of 16; any number of rows, none included.
-        global_scale: positive fp32, broadcastable to [...].
+        global_scale: positive fp32, broadcastable to [...]. A tensor on a GPU is not waited for: there a scale that is
+            not positive and finite makes its rows read back as NaN.
         recipe: the numeric choices.
         operand: whose choices of the recipe apply.
         encode_scale: S [...] where the recipe starts from it (`GlobalScale.encode`); the arithmetic then uses S and
@@ -152,8 +166,19 @@ def quantize(
         ShapeError: see `check_blocks`; a global scale of the wrong shape or not positive and finite; or square weight
             tiles over rows that are not a multiple of 16.
     """
+    return quantize_under(x, global_scale, rules(recipe, operand), encode_scale=encode_scale, counters=counters)
+
+
+def quantize_under(
+    x: Tensor,
+    global_scale: Tensor | float,
+    applied: Rules,
+    *,
+    encode_scale: Tensor | None = None,
+    counters: Tensor | None = None,
+) -> Quantized:
+    """`quantize` with the rules of an operand in place of the recipe and the operand's name."""
     check_blocks(x)
-    applied = rules(recipe, operand)
     if applied.square_tiles and (x.dim() < 2 or x.shape[-2] % BLOCK):
         raise ShapeError(
             f"x: got shape {tuple(x.shape)}, expected a multiple of {BLOCK} rows for weight_tiles '16x16'", field="x"
@@ -201,8 +226,8 @@ def quantize_tokens(
             "leave static_scale out",
             field="activation_global_scale",
         )
-    g = torch.full(x.shape[:-1], static_scale, dtype=torch.float32, device=x.device)
-    return quantize(x, g, recipe, counters=counters)
+    kept = quantize(x, static_scale, recipe, counters=counters)
+    return dataclasses.replace(kept, global_scale=kept.global_scale.expand(x.shape[:-1]).contiguous())
 
 
 def quantize_weight(weight: Tensor, recipe: Recipe, *, parts: int = 1, counters: Tensor | None = None) -> Quantized:

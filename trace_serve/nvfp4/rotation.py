@@ -41,7 +41,7 @@ def rotate(x: Tensor, width: int) -> Tensor:
         low, high = pairs.select(-2, 0), pairs.select(-2, 1)
         out = torch.stack((low + high, low - high), dim=-2)
         stride *= 2
-    return out.reshape(x.shape) * torch.tensor(1.0 / math.sqrt(width), dtype=torch.float32, device=x.device)
+    return out.reshape(x.shape) * torch.full((), 1.0 / math.sqrt(width), device=x.device)
 
 
 def hadamard(width: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:

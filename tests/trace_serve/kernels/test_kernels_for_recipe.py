@@ -96,6 +96,19 @@ def test_the_fast_backend_serves_what_it_implements():
         kernels_for(Recipe(), device="cuda", name="cpu")
 
 
+def test_triton_serves_every_preset_on_a_card_but_for_weights_under_4over6():
+    operands = ("activations", "weights", "kv")
+    backends = {
+        name: [kernels_for(PRESETS[name], "cuda").backend_of(operand) for operand in operands]
+        for name in ("portable", "paper", "gb200")
+    }
+    assert backends == {
+        "portable": ["triton"] * 3,
+        "paper": ["triton"] * 3,
+        "gb200": ["triton", "reference", "triton"],
+    }
+
+
 def test_a_static_scale_is_neither_guessed_nor_ignored():
     for recipe, scale in [(STATIC, None), (Recipe(), 1.0), (PRESETS["gb200"], 1.0)]:
         for method in ("quantize_activations", "fake_quantize_activations"):

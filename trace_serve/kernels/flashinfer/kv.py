@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trace_serve import nvfp4
 from trace_serve.errors import ShapeError
 from trace_serve.kernels.flashinfer import contract
 from trace_serve.kernels.for_recipe import RecipeKernels
@@ -78,6 +79,7 @@ def append_kv(
             k_global_scale=k_global_scale,
             v_global_scale=v_global_scale,
             k_rotation=rotation,
+            rules=nvfp4.rules(kernels.recipe, "kv"),
             counters=counters,
             hints=hints,
         )

@@ -25,6 +25,11 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function)
 
 
+def constexpr_function(function: Callable[..., Any]) -> Any:
+    """`triton.constexpr_function`: evaluated when a kernel is compiled."""
+    return triton.constexpr_function(function)
+
+
 def kernel(*sizes: str) -> Callable[[Callable[..., Any]], Any]:
     """`triton.jit` for a kernel; its arguments named in `sizes` change from call to call and start no recompilation."""
     return lambda function: triton.jit(function, do_not_specialize=list(sizes))

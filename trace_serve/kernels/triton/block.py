@@ -1,14 +1,10 @@
-"""Device functions that load, rotate and quantize blocks of 16 values, one block a lane.
-
-All of a block's values stay in one lane, so its maximum and the packing need no exchange between lanes. A set of n
-blocks is held either packed, as two uint32 tensors [n, 4] of BF16 pairs (values 0..7 and 8..15), or as four fp32
-tensors [n, 4]: values 0, 2, 4, 6 of each block, then 1, 3, 5, 7, then 8, 10, 12, 14, then 9, 11, 13, 15.
-"""
+"""Device functions that quantize blocks held as `load` says, count what went wrong, and store the outcome."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
+from trace_serve.kernels.triton import block_rules
 from trace_serve.kernels.triton._jit import jit
 from trace_serve.kernels.triton.formats import (
     bf16_pair,
@@ -19,132 +15,13 @@ from trace_serve.kernels.triton.formats import (
     e4m3_value,
     float_of,
     hint_word,
-    join4,
-    split4,
 )
-from trace_serve.kernels.triton.silu import silu_times
+from trace_serve.kernels.triton.load import values_of
 
 _INF = tl.constexpr(0x7F800000)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
 _SIXTH = tl.constexpr(0.1666666716337204)
 _CLIP = tl.constexpr(464.0)
-
-
-@jit
-def load_pairs(x: tl.tensor, block: tl.tensor, mask: tl.tensor) -> tl.tuple:
-    """Blocks at int64 `block` [n] of BF16 pairs (int32 pointer), packed; masked blocks are zeros.
-
-    A block is two 16-byte loads.
-    """
-    pairs = x + (block * 8)[:, None] + tl.arange(0, 4)[None, :]
-    a = tl.load(pairs, mask=mask[:, None], other=0)
-    b = tl.load(pairs + 4, mask=mask[:, None], other=0)
-    return a.to(tl.uint32, bitcast=True), b.to(tl.uint32, bitcast=True)
-
-
-@jit
-def load_fp32(x: tl.tensor, block: tl.tensor, mask: tl.tensor) -> tl.tuple:
-    """Blocks at int64 `block` [n] of fp32 values, unpacked; masked blocks are zeros."""
-    quads = x + (block * 16)[:, None] + tl.arange(0, 4)[None, :]
-    x0, x1, x2, x3 = split4(tl.load(quads, mask=mask[:, None], other=0.0))
-    x4, x5, x6, x7 = split4(tl.load(quads + 4, mask=mask[:, None], other=0.0))
-    a_low, a_high = join4(x0, x2, x4, x6), join4(x1, x3, x5, x7)
-    x0, x1, x2, x3 = split4(tl.load(quads + 8, mask=mask[:, None], other=0.0))
-    x4, x5, x6, x7 = split4(tl.load(quads + 12, mask=mask[:, None], other=0.0))
-    return a_low, a_high, join4(x0, x2, x4, x6), join4(x1, x3, x5, x7)
-
-
-@jit
-def unpack_pairs(pairs: tl.tuple) -> tl.tuple:
-    """Packed blocks to fp32. Shifting is what a BF16 conversion does; unlike it, the interpreter keeps subnormals."""
-    a, b = pairs
-    return float_of(a << 16), float_of(a & 0xFFFF0000), float_of(b << 16), float_of(b & 0xFFFF0000)
-
-
-@jit
-def values_of(held: tl.tuple, packed: tl.constexpr) -> tl.tuple:
-    """The four fp32 tensors of blocks held either way."""
-    values = held
-    if packed:
-        values = unpack_pairs(held)
-    return values
-
-
-@jit
-def rotate_blocks(values: tl.tuple, width: tl.constexpr, factor: tl.constexpr) -> tl.tuple:
-    """`nvfp4.rotate` with the same order of sums; groups of width/16 consecutive blocks form one rotation."""
-    a_low, a_high, b_low, b_high = values
-    a_low, a_high = a_low + a_high, a_low - a_high
-    b_low, b_high = b_low + b_high, b_low - b_high
-    a_low, a_high = _butterfly4(a_low), _butterfly4(a_high)
-    b_low, b_high = _butterfly4(b_low), _butterfly4(b_high)
-    a_low, b_low = a_low + b_low, a_low - b_low
-    a_high, b_high = a_high + b_high, a_high - b_high
-    if width >= 32:
-        a_low, a_high = _butterfly_lanes(a_low, 1), _butterfly_lanes(a_high, 1)
-        b_low, b_high = _butterfly_lanes(b_low, 1), _butterfly_lanes(b_high, 1)
-    if width >= 64:
-        a_low, a_high = _butterfly_lanes(a_low, 2), _butterfly_lanes(a_high, 2)
-        b_low, b_high = _butterfly_lanes(b_low, 2), _butterfly_lanes(b_high, 2)
-    if width >= 128:
-        a_low, a_high = _butterfly_lanes(a_low, 4), _butterfly_lanes(a_high, 4)
-        b_low, b_high = _butterfly_lanes(b_low, 4), _butterfly_lanes(b_high, 4)
-    return a_low * factor, a_high * factor, b_low * factor, b_high * factor
-
-
-@jit
-def load_blocks(
-    x: tl.tensor,
-    block: tl.tensor,
-    mask: tl.tensor,
-    packed: tl.constexpr,
-    gate_blocks: tl.constexpr,
-    rotation: tl.constexpr,
-    factor: tl.constexpr,
-    level: tl.constexpr,
-) -> tl.tuple:
-    """Blocks of BF16 pairs (`packed`) or of fp32, rotated if asked; held packed only if they are not rotated.
-
-    With `gate_blocks`, a row of x is that many blocks of gate and as many of up, and the blocks are silu(gate) * up.
-    """
-    if packed:
-        held = load_pairs(x, block, mask)
-        if gate_blocks > 0:
-            held = _gated(held, load_pairs(x, block + gate_blocks, mask), level)
-        if rotation > 0:
-            held = rotate_blocks(unpack_pairs(held), rotation, factor)
-    else:
-        held = load_fp32(x, block, mask)
-        if rotation > 0:
-            held = rotate_blocks(held, rotation, factor)
-    return held
-
-
-@jit
-def _gated(gate: tl.tuple, up: tl.tuple, level: tl.constexpr) -> tl.tuple:
-    gate_a_low, gate_a_high, gate_b_low, gate_b_high = unpack_pairs(gate)
-    up_a_low, up_a_high, up_b_low, up_b_high = unpack_pairs(up)
-    a = bf16_pair(silu_times(gate_a_low, up_a_low), silu_times(gate_a_high, up_a_high), level)
-    b = bf16_pair(silu_times(gate_b_low, up_b_low), silu_times(gate_b_high, up_b_high), level)
-    return a, b
-
-
-@jit
-def _butterfly4(x: tl.tensor) -> tl.tensor:
-    x0, x1, x2, x3 = split4(x)
-    x0, x1 = x0 + x1, x0 - x1
-    x2, x3 = x2 + x3, x2 - x3
-    return join4(x0 + x2, x1 + x3, x0 - x2, x1 - x3)
-
-
-@jit
-def _butterfly_lanes(x: tl.tensor, stride: tl.constexpr) -> tl.tensor:
-    """low + high and low - high of blocks `stride` apart, as two sums over pairs of lanes."""
-    n: tl.constexpr = x.shape[0]
-    pairs = tl.reshape(x, [n // (2 * stride), 2, stride, 4])
-    is_high = (tl.arange(0, 2) == 1)[None, :, None, None]
-    total = tl.expand_dims(tl.sum(pairs, axis=1), 1)
-    difference = tl.expand_dims(tl.sum(tl.where(is_high, -pairs, pairs), axis=1), 1)
-    return tl.reshape(tl.where(is_high, difference, total), [n, 4])
 
 
 @jit
@@ -188,37 +65,87 @@ def quantize_blocks(
     held: tl.tuple,
     packed: tl.constexpr,
     top: tl.tensor,
-    g: tl.tensor,
-    inverse_g: tl.tensor,
+    encode: tl.tensor,
+    decode: tl.tensor,
+    rules: tl.constexpr,
     level: tl.constexpr,
 ) -> tl.tuple:
-    """The formula of `nvfp4.quantize`, in its order of roundings.
+    """The formulas of `nvfp4.quantize`, in their order of roundings.
 
     Args:
         held, packed: the blocks.
         top: their `block_top`.
-        g, inverse_g: fp32 [n] or scalars, the global scale and fp32(1 / g).
+        encode, decode: fp32 [n] or scalars: S and the global scale that the arithmetic uses.
+        rules: see `block_rules`.
 
     Returns:
-        Packed codes of values 0..7 and of 8..15 and the scale byte, each uint32 [n]; then the
-        scale before rounding and the factor that the values were multiplied by, fp32 [n].
+        Packed codes of values 0..7 and of 8..15 and the scale byte, each uint32 [n]; the scale before it is rounded and
+        what the values were multiplied or divided by, fp32 [n]; whether the scale rounded to zero.
     """
     a_low, a_high, b_low, b_high = values_of(held, packed)
     finite = top < _INF
-    unrounded = tl.where(finite, float_of(top) * (inverse_g * _SIXTH), 0.0)
+    amax = tl.where(finite, float_of(top), 0.0)
+    unrounded = _unrounded(amax, encode, decode, rules)
     byte = e4m3_byte(unrounded, level)
-    usable = byte != 0
-    inverse = tl.div_rn(tl.full(top.shape, 1.0, tl.float32), tl.where(usable, e4m3_value(byte) * g, 1.0))
-    factor = tl.expand_dims(inverse, 1)
-    first = tl.where(usable, e2m1_word(a_low * factor, a_high * factor, level), 0)
-    second = tl.where(usable, e2m1_word(b_low * factor, b_high * factor, level), 0)
-    return first, second, tl.where(finite, byte, 0x7F), unrounded, inverse
+    vanished = byte == 0
+    fill: tl.constexpr = block_rules.zero_block(rules)
+    if fill == block_rules.ONE:
+        byte = tl.where(vanished, tl.where(unrounded == 0.0, 0x38, 1), byte)
+    if fill == block_rules.MIN_SUBNORMAL:
+        byte = tl.where(vanished, 1, byte)
+    usable = finite
+    if fill == block_rules.ZERO:
+        usable = byte != 0
+    divisor = tl.where(usable, e4m3_value(byte) * decode, 1.0)
+    divide: tl.constexpr = block_rules.divides(rules)
+    one = tl.full(top.shape, 1.0, tl.float32)
+    factor = divisor if divide else tl.minimum(tl.div_rn(one, divisor), _LARGEST)
+    first = e2m1_word(_scaled(a_low, factor, rules), _scaled(a_high, factor, rules), level)
+    second = e2m1_word(_scaled(b_low, factor, rules), _scaled(b_high, factor, rules), level)
+    first = tl.where(usable, first, 0)
+    second = tl.where(usable, second, 0)
+    return first, second, tl.where(finite, byte, 0x7F), unrounded, factor, vanished
+
+
+@jit
+def _unrounded(amax: tl.tensor, encode: tl.tensor, decode: tl.tensor, rules: tl.constexpr) -> tl.tensor:
+    """`nvfp4.block_scale.unrounded`."""
+    formula: tl.constexpr = block_rules.scale_formula(rules)
+    if formula == block_rules.AMAX_TIMES_SIXTH:
+        scale = amax * (encode * _SIXTH)
+    elif formula == block_rules.AMAX_OVER_SIX:
+        scale = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)) * encode
+    elif formula == block_rules.S_TIMES_AMAX_SIXTH:
+        scale = encode * (amax * _SIXTH)
+    else:
+        scale = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32) * decode)
+    return scale
+
+
+@jit
+def _scaled(x: tl.tensor, factor: tl.tensor, rules: tl.constexpr) -> tl.tensor:
+    """Values [n, 4] in units of their block's scale, ready for rounding to E2M1 with ties to even."""
+    u = _over(x, factor, rules)
+    ties_up: tl.constexpr = block_rules.ties_up(rules)
+    if ties_up:
+        # Midpoints have a zero in their lowest bit: setting it lifts ties and moves nothing else past one.
+        bits = bits_of(u)
+        magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x7F7FFFFF) | 1
+        u = float_of((bits & 0x80000000) | magnitude)
+    return u
+
+
+@jit
+def _over(x: tl.tensor, factor: tl.tensor, rules: tl.constexpr) -> tl.tensor:
+    wide = tl.expand_dims(factor, 1)
+    divide: tl.constexpr = block_rules.divides(rules)
+    return tl.div_rn(x, tl.broadcast_to(wide, x.shape)) if divide else x * wide
 
 
 @jit
 def has_incident(top: tl.tensor, quantized: tl.tuple) -> tl.tensor:
     """int32 [n], 1 where a block is not finite, was clipped, or underflowed."""
-    underflow = (quantized[2] == 0) & (top != 0)
+    underflow = quantized[5] & (top != 0)
     return tl.where((quantized[3] > _CLIP) | underflow | (top >= _INF), 1, 0)
 
 
@@ -227,21 +154,22 @@ def count_incidents(
     counters: tl.tensor,
     held: tl.tuple,
     packed: tl.constexpr,
-    g: tl.tensor,
-    inverse_g: tl.tensor,
+    encode: tl.tensor,
+    decode: tl.tensor,
+    rules: tl.constexpr,
     level: tl.constexpr,
 ) -> None:
     """Adds the incidents of quantizing the blocks to int64 [3], in the order of `nvfp4.INCIDENT_NAMES`."""
     top = block_top(held, packed)
-    quantized = quantize_blocks(held, packed, top, g, inverse_g, level)
+    quantized = quantize_blocks(held, packed, top, encode, decode, rules, level)
     a_low, a_high, b_low, b_high = values_of(held, packed)
-    factor = tl.expand_dims(quantized[4], 1)
+    factor = quantized[4]
     nonfinite = _count(_magnitude(a_low) >= _INF) + _count(_magnitude(a_high) >= _INF)
     nonfinite += _count(_magnitude(b_low) >= _INF) + _count(_magnitude(b_high) >= _INF)
-    over = _count(tl.abs(a_low * factor) > 6.0) + _count(tl.abs(a_high * factor) > 6.0)
-    over += _count(tl.abs(b_low * factor) > 6.0) + _count(tl.abs(b_high * factor) > 6.0)
+    over = _count(tl.abs(_over(a_low, factor, rules)) > 6.0) + _count(tl.abs(_over(a_high, factor, rules)) > 6.0)
+    over += _count(tl.abs(_over(b_low, factor, rules)) > 6.0) + _count(tl.abs(_over(b_high, factor, rules)) > 6.0)
     saturated = tl.where(quantized[3] > _CLIP, over, 0)
-    underflow = tl.where((quantized[2] == 0) & (top != 0), 1, 0)
+    underflow = tl.where(quantized[5] & (top != 0) & (top < _INF), 1, 0)
     tl.atomic_add(counters, tl.sum(nonfinite, axis=0).to(tl.int64), sem="relaxed")
     tl.atomic_add(counters + 1, tl.sum(saturated, axis=0).to(tl.int64), sem="relaxed")
     tl.atomic_add(counters + 2, tl.sum(underflow, axis=0).to(tl.int64), sem="relaxed")

@@ -148,8 +148,12 @@ def _every_fourth_bit(word: tl.tensor) -> tl.tensor:
 
 
 @jit
-def pow2_scale_bits(top: tl.tensor) -> tl.tensor:
+def pow2_scale_bits(top: tl.tensor, scale_max: tl.constexpr) -> tl.tensor:
     """The bits of `nvfp4.pow2_global_scale` from the bits of a non-negative finite fp32; 1.0 for zero."""
-    biased = (top >> 23).to(tl.int32) - 11 + ((top & 0x7FFFFF) > 0x280000).to(tl.int32)
+    # 6 * scale_max is 1.3125 * 2^11 or 1.5 * 2^10.
+    if scale_max == 448:
+        biased = (top >> 23).to(tl.int32) - 11 + ((top & 0x7FFFFF) > 0x280000).to(tl.int32)
+    else:
+        biased = (top >> 23).to(tl.int32) - 10 + ((top & 0x7FFFFF) > 0x400000).to(tl.int32)
     biased = tl.minimum(tl.maximum(biased, 27), 243)
     return tl.where(top == 0, 127, biased).to(tl.uint32) << 23

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from trace_serve.errors import ShapeError
-from trace_serve.kernels.triton import _jit, kv_kernels
+from trace_serve.kernels.triton import _jit, block_rules, kv_kernels
 from trace_serve.kernels.triton.quantize import addressable, check_counters, check_rotation, rotation_factor
+from trace_serve.nvfp4 import PORTABLE_RULES, Rules
 from trace_serve.recipe import BLOCK
 
 _LANES = 32
@@ -88,6 +89,7 @@ def store_kv(
     k_global_scale: float,
     v_global_scale: float,
     k_rotation: int = 0,
+    rules: Rules = PORTABLE_RULES,
     counters: Tensor | None = None,
     hints: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
@@ -99,12 +101,15 @@ def store_kv(
         buffers: where to.
         k_global_scale, v_global_scale: static scales.
         k_rotation: width of the Hadamard rotation of K, one of `quantize.ROTATIONS` that divides D.
+        rules: the recipe's block rules of K and V.
         counters: int64 [3], incidents are added in place.
         hints: return the hint bits of K and V, uint16 [T, heads, D/16] each; rows that are not written are zeros.
 
     Raises:
         ShapeError: an argument of the wrong shape, dtype or device.
+        RecipeError: rules that these kernels do not implement.
     """
+    number = block_rules.number_of(rules)
     heads, half = buffers.k_codes.shape[1], buffers.k_codes.shape[-1]
     head_dim, device = half * 2, buffers.k_codes.device
     tokens = k.shape[0] if k.dim() else 0
@@ -161,6 +166,7 @@ def store_kv(
             factor=rotation_factor(k_rotation),
             with_hints=hints,
             with_counters=counters is not None,
+            rules=number,
             level=_jit.device_level(device),
             num_warps=1,
         )

@@ -14,10 +14,10 @@ from trace_serve.kernels.triton.block import (
     count_incidents,
     dequantize8,
     has_incident,
-    load_blocks,
     quantize_blocks,
     store_hints,
 )
+from trace_serve.kernels.triton.load import load_blocks
 
 
 @jit
@@ -81,11 +81,12 @@ def _store_side(
     factor: tl.constexpr,
     with_hints: tl.constexpr,
     with_counters: tl.constexpr,
+    rules: tl.constexpr,
     level: tl.constexpr,
 ) -> None:
     as_pairs: tl.constexpr = packed and rotation == 0
     g = tl.full([lanes], 1.0, tl.float32) * global_scale
-    inverse_g = tl.div_rn(tl.full([lanes], 1.0, tl.float32), g)
+    encode = tl.div_rn(tl.full([lanes], 1.0, tl.float32), g)
     for c in tl.static_range(chunks):
         block = (tl.program_id(0).to(tl.int64) * chunks + c) * lanes + tl.arange(0, lanes)
         token = block // (heads * d_blocks)
@@ -95,7 +96,7 @@ def _store_side(
         mask = (slot >= 0) & (slot < slots)
         held = load_blocks(x, token * token_stride + head * head_stride + d, mask, packed, 0, rotation, factor, level)
         top = block_top(held, as_pairs)
-        quantized = quantize_blocks(held, as_pairs, top, g, inverse_g, level)
+        quantized = quantize_blocks(held, as_pairs, top, encode, g, rules, level)
         word = quantized[0].to(tl.uint64) | (quantized[1].to(tl.uint64) << 32)
         place = code_block(slot, head, d, heads, d_blocks, page)
         tl.store(codes + place, word.to(tl.int64, bitcast=True), mask=mask)
@@ -104,7 +105,7 @@ def _store_side(
         if with_hints:
             store_hints(hints, block, quantized, mask)
         if with_counters:
-            _count_any(counters, held, as_pairs, top, quantized, g, inverse_g, level)
+            _count_any(counters, held, as_pairs, top, quantized, encode, g, rules, level)
 
 
 @jit
@@ -114,12 +115,13 @@ def _count_any(
     packed: tl.constexpr,
     top: tl.tensor,
     quantized: tl.tuple,
-    g: tl.tensor,
-    inverse_g: tl.tensor,
+    encode: tl.tensor,
+    decode: tl.tensor,
+    rules: tl.constexpr,
     level: tl.constexpr,
 ) -> None:
     if tl.max(has_incident(top, quantized), axis=0) != 0:
-        count_incidents(counters, held, packed, g, inverse_g, level)
+        count_incidents(counters, held, packed, encode, decode, rules, level)
 
 
 @kernel("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride", "tokens", "slots")
@@ -153,6 +155,7 @@ def store_kv_kernel(
     factor: tl.constexpr,
     with_hints: tl.constexpr,
     with_counters: tl.constexpr,
+    rules: tl.constexpr,
     level: tl.constexpr,
 ) -> None:
     """Quantizes K (program axis 1 = 0) and V (1) of `tokens` tokens; slots outside [0, slots) are not written.
@@ -183,6 +186,7 @@ def store_kv_kernel(
             factor,
             with_hints,
             with_counters,
+            rules,
             level,
         )
     else:
@@ -209,6 +213,7 @@ def store_kv_kernel(
             1.0,
             with_hints,
             with_counters,
+            rules,
             level,
         )
 

@@ -6,15 +6,14 @@ import math
 from dataclasses import dataclass
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from trace_serve.errors import ShapeError
-from trace_serve.kernels.checks import check_rows
-from trace_serve.kernels.triton import _jit, plan, rows
-from trace_serve.nvfp4 import Quantized
-from trace_serve.recipe import BLOCK
-
-ROTATIONS = (0, 16, 32, 64, 128)
+from trace_serve.kernels.checks import check_rows, static_arithmetic
+from trace_serve.kernels.triton import _jit, block_rules, plan, rows
+from trace_serve.nvfp4 import PORTABLE_RULES, Quantized, Rules
+from trace_serve.recipe import BLOCK, ROTATIONS
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,10 @@ def rotation_factor(rotation: int) -> float:
 def quantize_rows(
     x: Tensor,
     *,
+    rules: Rules = PORTABLE_RULES,
     rotation: int = 0,
     global_scale: Tensor | float | None = None,
+    encode_scale: float | None = None,
     counters: Tensor | None = None,
     hints: bool = False,
     values: bool = False,
@@ -59,24 +60,30 @@ def quantize_rows(
 
     Args:
         x: bfloat16, float16 or float32 [N, K], K a multiple of 16 and at most 32768; N may be 0.
+        rules: the recipe's rules of the operand.
         rotation: width of the Hadamard rotation, one of `ROTATIONS` that divides K.
         global_scale: fp32 [N], positive and finite (not checked on a GPU: that would wait for it); one number for every
-            row; or None for the power of two of each rotated row.
+            row; or None for the scale that the rules take from each rotated row.
+        encode_scale: S beside one number, where the recipe starts from it (`nvfp4.GlobalScale.encode`); the arithmetic
+            then uses S and 1/S, and the number is only kept.
         counters: int64 [3] on the device of `x`, incidents are added in place.
         hints, values: what to return beside the codes.
 
     Raises:
         ShapeError: an argument of the wrong shape, dtype or device, or a row that is too long.
+        RecipeError: rules that these kernels do not implement.
     """
-    check_rows(x, rotation, None if isinstance(global_scale, Tensor) else global_scale)
-    return _quantize(x, x.shape[1], 0, rotation, global_scale, counters, hints, values)
+    check_rows(x, rotation, None if isinstance(global_scale, Tensor) else global_scale, encode_scale)
+    return _quantize(x, x.shape[1], 0, rules, rotation, global_scale, encode_scale, counters, hints, values)
 
 
 def quantize_silu_and_mul(
     gate_up: Tensor,
     *,
+    rules: Rules = PORTABLE_RULES,
     rotation: int = 0,
     global_scale: Tensor | float | None = None,
+    encode_scale: float | None = None,
     counters: Tensor | None = None,
     hints: bool = False,
     values: bool = False,
@@ -97,23 +104,25 @@ def quantize_silu_and_mul(
             field="gate_up",
         )
     k = gate_up.shape[1] // 2
-    check_rows(gate_up[:, :k], rotation, None if isinstance(global_scale, Tensor) else global_scale)
-    return _quantize(gate_up, k, k // BLOCK, rotation, global_scale, counters, hints, values)
+    check_rows(gate_up[:, :k], rotation, None if isinstance(global_scale, Tensor) else global_scale, encode_scale)
+    return _quantize(gate_up, k, k // BLOCK, rules, rotation, global_scale, encode_scale, counters, hints, values)
 
 
 def _quantize(
     x: Tensor,
     k: int,
     gate_blocks: int,
+    rules: Rules,
     rotation: int,
     global_scale: Tensor | float | None,
+    encode_scale: float | None,
     counters: Tensor | None,
     hints: bool,
     values: bool,
 ) -> QuantizedRows:
     check_rotation(rotation)
+    number = block_rules.number_of(rules)
     n = x.shape[0]
-    given = isinstance(global_scale, Tensor)
     g = _row_scales(x, global_scale)
     check_counters(x.device, counters)
     codes = torch.empty((n, k // 2), dtype=torch.uint8, device=x.device)
@@ -124,7 +133,9 @@ def _quantize(
     if x.numel() == 0:
         return out
     x = addressable(x)
-    mode = rows.GIVEN if given else rows.PER_TOKEN if global_scale is None else rows.STATIC
+    mode = _mode(global_scale, rules)
+    number_given = 1.0 if global_scale is None or isinstance(global_scale, Tensor) else global_scale
+    scale, encode, decode = static_arithmetic(number_given, encode_scale)
     k_blocks, total, row_stride = k // BLOCK, n * k // BLOCK, x.stride(0) // BLOCK
     if mode == rows.STATIC and not gate_blocks and (x.is_contiguous() or k_blocks > plan.MAX_ROW_BLOCKS):
         x = x.contiguous()
@@ -152,12 +163,15 @@ def _quantize(
         row_stride,
         cut.steps,
         cut.chunks,
-        global_scale if mode == rows.STATIC else 1.0,
+        scale,
+        encode,
+        decode,
         k_blocks=k_blocks,
         rows=cut.rows,
         lanes=cut.lanes,
         chunks=cut.chunks,
         mode=mode.value,
+        scale_max=int(rules.scale_max),
         packed=packed,
         gate_blocks=gate_blocks,
         rotation=rotation,
@@ -165,10 +179,19 @@ def _quantize(
         with_hints=hints,
         with_values=values,
         with_counters=counters is not None,
+        rules=number,
         level=_jit.device_level(x.device),
         num_warps=cut.num_warps,
     )
     return out
+
+
+def _mode(global_scale: Tensor | float | None, rules: Rules) -> tl.constexpr:
+    if isinstance(global_scale, Tensor):
+        return rows.GIVEN
+    if global_scale is not None:
+        return rows.STATIC
+    return rows.PER_TOKEN if rules.token_scale == "per_token" else rows.POW2_PER_TOKEN
 
 
 def addressable(x: Tensor) -> Tensor:

@@ -10,18 +10,21 @@ from trace_serve.kernels.triton.block import (
     count_incidents,
     finite_block_top,
     has_incident,
-    load_blocks,
     quantize_blocks,
     store_codes,
     store_hints,
     store_values,
 )
 from trace_serve.kernels.triton.formats import float_of, pow2_scale_bits
+from trace_serve.kernels.triton.load import load_blocks
 
-STATIC = tl.constexpr(0)
+POW2_PER_TOKEN = tl.constexpr(0)
 PER_TOKEN = tl.constexpr(1)
 GIVEN = tl.constexpr(2)
-"""Where the global scale comes from: one constant, a power of two of each row's maximum, or one a row by the caller."""
+STATIC = tl.constexpr(3)
+"""Where the global scale comes from: each row's maximum, as a power of two or as fp32; one a row by the caller; or
+constants."""
+_LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @kernel("total", "row_stride", "steps", "passes")
@@ -38,11 +41,14 @@ def quantize_rows_kernel(
     steps: tl.int32,
     passes: tl.int32,
     static_scale: tl.float32,
+    static_encode: tl.float32,
+    static_decode: tl.float32,
     k_blocks: tl.constexpr,
     rows: tl.constexpr,
     lanes: tl.constexpr,
     chunks: tl.constexpr,
     mode: tl.constexpr,
+    scale_max: tl.constexpr,
     packed: tl.constexpr,
     gate_blocks: tl.constexpr,
     rotation: tl.constexpr,
@@ -50,12 +56,14 @@ def quantize_rows_kernel(
     with_hints: tl.constexpr,
     with_values: tl.constexpr,
     with_counters: tl.constexpr,
+    rules: tl.constexpr,
     level: tl.constexpr,
 ) -> None:
     """Quantizes `steps` times `rows` rows of `k_blocks` blocks; a row is `chunks` passes of `lanes` lanes.
 
     `passes` is `chunks` once more, at run time, so that loops that are hardly ever entered are not unrolled.
-    With `gate_blocks`, what is quantized is silu(gate) * up of the two halves of each row of x.
+    With `gate_blocks`, what is quantized is silu(gate) * up of the two halves of each row of x. `static_scale` is kept
+    with the codes, `static_encode` and `static_decode` are what the arithmetic uses.
     Blocks from number `total` on do not exist. Rows of x are `row_stride` blocks apart; every output is contiguous.
     """
     n: tl.constexpr = rows * lanes
@@ -74,7 +82,7 @@ def quantize_rows_kernel(
             held += (chunk,)
             tops += (block_top(chunk, as_pairs),)
 
-        if mode == PER_TOKEN:
+        if mode <= PER_TOKEN:
             row_top = tops[0]
             for c in tl.static_range(1, chunks):
                 row_top = tl.maximum(row_top, tops[c])
@@ -96,26 +104,36 @@ def quantize_rows_kernel(
                     factor,
                     level,
                 )
-            bits = pow2_scale_bits(row_top)
-            stored_row = first_row + tl.arange(0, rows)
-            tl.store(global_scales + stored_row, float_of(bits), mask=stored_row * k_blocks < total)
-            bits = tl.reshape(tl.broadcast_to(tl.expand_dims(bits, 1), [rows, lanes]), [n])
-            g = float_of(bits)
-            # The reciprocal of a power of two, without a division.
-            inverse_g = float_of(0x7F000000 - bits)
-        else:
-            if mode == GIVEN:
-                g = tl.load(global_scales + row, mask=row * k_blocks < total, other=1.0)
+            if mode == POW2_PER_TOKEN:
+                bits = pow2_scale_bits(row_top, scale_max)
+                row_decode = float_of(bits)
+                # The reciprocal of a power of two, without a division.
+                row_encode = float_of(0x7F000000 - bits)
             else:
-                g = tl.full([n], 1.0, tl.float32) * static_scale
-            inverse_g = tl.div_rn(tl.full([n], 1.0, tl.float32), g)
+                most = tl.full([rows], 6.0 * scale_max, tl.float32)
+                row_encode = tl.minimum(tl.div_rn(most, float_of(row_top)), _LARGEST)
+                row_decode = tl.div_rn(tl.full([rows], 1.0, tl.float32), row_encode)
+            stored_row = first_row + tl.arange(0, rows)
+            tl.store(global_scales + stored_row, row_decode, mask=stored_row * k_blocks < total)
+            decode = _to_lanes(row_decode, lanes)
+            encode = _to_lanes(row_encode, lanes)
+            g = decode
+        elif mode == GIVEN:
+            g = tl.load(global_scales + row, mask=row * k_blocks < total, other=1.0)
+            decode = g
+            encode = tl.div_rn(tl.full([n], 1.0, tl.float32), g)
+        else:
+            one = tl.full([n], 1.0, tl.float32)
+            g = one * static_scale
+            encode = one * static_encode
+            decode = one * static_decode
 
         incidents = tl.zeros([n], tl.int32)
         for c in tl.static_range(chunks):
             position = column + c * lanes
             block = row * k_blocks + position
             mask = (position < k_blocks) & (block < total)
-            quantized = quantize_blocks(held[c], as_pairs, tops[c], g, inverse_g, level)
+            quantized = quantize_blocks(held[c], as_pairs, tops[c], encode, decode, rules, level)
             store_codes(codes, scales, block, quantized, mask)
             if with_hints:
                 store_hints(hints, block, quantized, mask)
@@ -132,16 +150,24 @@ def quantize_rows_kernel(
                 total,
                 row_stride,
                 passes,
-                g,
-                inverse_g,
+                encode,
+                decode,
                 k_blocks,
                 lanes,
                 packed,
                 gate_blocks,
                 rotation,
                 factor,
+                rules,
                 level,
             )
+
+
+@jit
+def _to_lanes(by_row: tl.tensor, lanes: tl.constexpr) -> tl.tensor:
+    """One value a row [rows] to one a lane [rows * lanes]."""
+    rows: tl.constexpr = by_row.shape[0]
+    return tl.reshape(tl.broadcast_to(tl.expand_dims(by_row, 1), [rows, lanes]), [rows * lanes])
 
 
 @jit
@@ -154,14 +180,15 @@ def _count_any(
     total: tl.tensor,
     row_stride: tl.tensor,
     passes: tl.tensor,
-    g: tl.tensor,
-    inverse_g: tl.tensor,
+    encode: tl.tensor,
+    decode: tl.tensor,
     k_blocks: tl.constexpr,
     lanes: tl.constexpr,
     packed: tl.constexpr,
     gate_blocks: tl.constexpr,
     rotation: tl.constexpr,
     factor: tl.constexpr,
+    rules: tl.constexpr,
     level: tl.constexpr,
 ) -> None:
     """Counts incidents where a lane saw one. They are rare: it costs one vote, and then reads the rows again."""
@@ -170,7 +197,7 @@ def _count_any(
             position = column + c * lanes
             mask = (position < k_blocks) & (row * k_blocks + position < total)
             chunk = load_blocks(x, row * row_stride + position, mask, packed, gate_blocks, rotation, factor, level)
-            count_incidents(counters, chunk, packed and rotation == 0, g, inverse_g, level)
+            count_incidents(counters, chunk, packed and rotation == 0, encode, decode, rules, level)
 
 
 @jit

@@ -1,6 +1,7 @@
 """The cases in Triton's interpreter; run by `test_triton_interpreted.py` in a process of its own."""
 
 from kernel_cases import AttentionCases, ExpertCases, KVCases, RowCases
+from rule_cases import RuleCases
 
 from trace_serve.kernels.triton import _jit
 
@@ -10,6 +11,10 @@ def test_kernels_are_interpreted():
 
 
 class TestRows(RowCases):
+    device = "cpu"
+
+
+class TestRules(RuleCases):
     device = "cpu"
 
 

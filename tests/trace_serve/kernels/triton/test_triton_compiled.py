@@ -19,6 +19,7 @@ from trace_serve.kernels.triton import (
     quantize_silu_and_mul,
     store_kv,
 )
+from trace_serve.recipe import PRESETS
 
 LOAD_16 = r"ld\.global[^;]*\.v4\.b32"
 STORE_16 = r"st\.global[^;]*\.v4\.b32"
@@ -74,6 +75,24 @@ def test_rows_with_a_scale_a_token_need_no_barrier(build, k, capability):
     machine = build(lambda: quantize_rows(rows(k), counters=COUNTERS, hints=True), capability)
     assert_streaming(machine, capability)
     assert machine.registers <= (128 if k <= 2048 else 200)
+
+
+@pytest.mark.parametrize("capability", [90, 100, 103])
+@pytest.mark.parametrize("preset", ["gb200", "paper"])
+def test_the_fp32_scales_of_other_recipes_stream_too(build, preset, capability):
+    rules = nvfp4.rules(PRESETS[preset], "activations")
+    machine = build(lambda: quantize_rows(rows(2048), rules=rules, counters=COUNTERS, hints=True), capability)
+    assert_streaming(machine, capability)
+    assert machine.count(r"rcp\.approx|div\.full|div\.approx") == 0
+    assert machine.registers <= 160
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_dividing_and_rounding_ties_up_need_no_memory_either(build, capability):
+    rules = nvfp4.Rules("amax_over_six_g", "divide", "up", "one", False, False)
+    machine = build(lambda: quantize_rows(rows(576), rules=rules, counters=COUNTERS, hints=True), capability)
+    assert_streaming(machine, capability)
+    assert machine.count(r"div\.rn\.f32") > 0
 
 
 @pytest.mark.parametrize("capability", [90, 100])
@@ -135,12 +154,11 @@ def test_silu_and_mul_is_fused(build, k, capability):
 def test_the_kv_store_streams_into_both_layouts(build, page, interleaved, rotation, capability):
     k, v, index, buffers = kv(page, interleaved)
     scales = {"k_global_scale": 1.0, "v_global_scale": 1.0}
-    machine = build(
-        lambda: store_kv(k, v, index, buffers, **scales, k_rotation=rotation, counters=COUNTERS, hints=True),
-        capability,
-    )
-    assert_streaming(machine, capability)
-    assert machine.registers <= 64
+    for preset in ("portable", "gb200"):
+        options = {"rules": nvfp4.rules(PRESETS[preset], "kv"), "k_rotation": rotation, "counters": COUNTERS}
+        machine = build(lambda o=options: store_kv(k, v, index, buffers, **scales, **o, hints=True), capability)
+        assert_streaming(machine, capability)
+        assert machine.registers <= 64
 
 
 @pytest.mark.parametrize(

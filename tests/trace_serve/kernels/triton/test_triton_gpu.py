@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_cases import AttentionCases, ExpertCases, KVCases, RowCases
+from rule_cases import RuleCases
 
 from trace_serve.kernels.triton import gather_dequantize
 
@@ -13,6 +14,10 @@ pytestmark = [
 
 
 class TestRows(RowCases):
+    device = "cuda"
+
+
+class TestRules(RuleCases):
     device = "cuda"
 
 
