@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from trace_serve.engine import spec
+from trace_serve.engine.architectures import Architecture
 from trace_serve.engine.telemetry import Telemetry
-from trace_serve.errors import ConfigError, EngineError, SeamError
+from trace_serve.errors import ConfigError, EngineError, SeamError, TraceServeError
 from trace_serve.hints.options import HintOptions
 from trace_serve.policy.digest import digest_directory
 from trace_serve.policy.packed import check_directory
@@ -99,6 +100,7 @@ class EngineProcess:
         self.served_name = config.model.name
         self.api_key = secrets.token_hex(24)
         self._port = 0
+        self._model_arguments: tuple[str, ...] = ()
         self._process: subprocess.Popen[bytes] | None = None
         self._run_dir: tempfile.TemporaryDirectory[str] | None = None
 
@@ -123,7 +125,8 @@ class EngineProcess:
 
         Raises:
             EngineError: it runs already, or the model directory is not there.
-            ConfigError: SGLang is not installed, or this engine cannot compute the recipe exactly.
+            ConfigError: SGLang is not installed, this engine cannot compute the recipe exactly, or it cannot serve this
+                model's architecture (the reason is named).
             PolicyError: the weights are damaged, or packed otherwise than the recipe says; the file or tensor is named.
         """
         if self._process is not None:
@@ -140,6 +143,9 @@ class EngineProcess:
             raise EngineError(
                 f"model {self.config.model}: no config.json there; expected a Hugging Face model directory"
             )
+        architecture = Architecture.of(self.config.model)
+        architecture.check(self.recipe, device=self.config.device, context_length=self.config.context_length)
+        self._model_arguments = architecture.arguments(device=self.config.device)
         check_directory(self.config.model, self.recipe)
         self._run_dir = tempfile.TemporaryDirectory(prefix="trace-serve-engine-")
         Telemetry(self._run_dir.name, create=True)
@@ -212,7 +218,8 @@ class EngineProcess:
             arguments["--quantization"] = spec.QUANTIZATION
         flags = ["--skip-server-warmup", "--sleep-on-idle", "--enable-return-routed-experts"]
         # Joined by "=", so that no value can be taken for an option, whatever it starts with.
-        return [f"{name}={value}" for name, value in arguments.items()] + flags + list(config.extra_args)
+        joined = [f"{name}={value}" for name, value in arguments.items()]
+        return [*joined, *flags, *self._model_arguments, *config.extra_args]
 
     def poll(self) -> int | None:
         """The exit status, or None while the process runs."""
@@ -229,6 +236,7 @@ class EngineProcess:
 
         Raises:
             SeamError: it found that a place in SGLang is not what it was; the message names it.
+            ConfigError: it refused an argument by name.
             EngineError: it exited otherwise, did not answer in time, or the canary's answer is not what this recipe
                 gives. The engine is stopped first in every case.
         """
@@ -255,10 +263,11 @@ class EngineProcess:
             raise
         return loaded
 
-    def _ended(self) -> EngineError:
+    def _ended(self) -> TraceServeError:
         words = self.last_words()
         # A scheduler that finds a moved seam takes its parent down by a signal, so its words are looked at too.
-        kind = SeamError if self.poll() == spec.EXIT_SEAM or "SeamError" in words else EngineError
+        seam = self.poll() == spec.EXIT_SEAM or "SeamError" in words
+        kind = SeamError if seam else ConfigError if self.poll() == ConfigError.exit_code else EngineError
         return kind(f"engine for {self.config.model} exited with status {self.poll()}: {words}")
 
     def _canary(self, loaded: dict[str, Any], timeout_s: float) -> None:

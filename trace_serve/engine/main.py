@@ -11,44 +11,11 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
 
-from trace_serve.engine import report, spec, state
+from trace_serve.engine import spec
 from trace_serve.errors import SeamError, TraceServeError
 
 _PARENT_POLL_S = 1.0
-
-
-def _verified_start(
-    original: Any,
-    server_args: Any,
-    tokenizer_manager: Any,
-    template: Any,
-    ports: Any,
-    infos: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Runs after every scheduler reported and before the port opens."""
-    from sglang.srt.entrypoints import http_server
-
-    from trace_serve.engine import routes
-
-    for rank, info in enumerate(infos):
-        loaded = info.get(report.KEY)
-        if loaded is None:
-            raise SeamError(
-                f"seam init-info: scheduler {rank} did not report, so the plugin did not run in it; "
-                "unset SGLANG_PLUGINS and run `trace-serve doctor`"
-            )
-        broken = {name: detail for name, detail in loaded["seams"].items() if detail != "ok"}
-        if not loaded["seams"]:
-            raise SeamError(f"scheduler {rank} did not check its seams; run `trace-serve doctor`")
-        if broken:
-            raise SeamError(f"scheduler {rank}: " + "; ".join(f"seam {name}: {d}" for name, d in broken.items()))
-    state.get().layers = infos[0][report.KEY]["hints"]["layers_total"]
-    routes.install(http_server.app, infos)
-    return original(server_args, tokenizer_manager, template, ports, infos, *args, **kwargs)
 
 
 def _exit_with_parent(parent: int) -> None:
@@ -68,19 +35,17 @@ def _run(argv: list[str]) -> None:
         raise SeamError(f"{spec.ENV} is not set; start engines with trace_serve.engine.launch")
     _exit_with_parent(engine_spec.parent_pid)
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(
-        "sglang.srt.entrypoints.http_server._setup_and_run_http_server", _verified_start, HookType.AROUND
-    )
     load_plugins()
-    from trace_serve.engine import seams
+    from trace_serve.engine import seams, start
 
     seams.require(seams.check_process())
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
-    run_server(prepare_server_args(argv))
+    server_args = prepare_server_args(argv)
+    start.refuse_unverified(server_args)
+    run_server(server_args)
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ def register() -> None:
     from sglang.srt.layers import quantization
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from trace_serve.engine import hooks, kv, seams
+    from trace_serve.engine import hooks, kv, start
     from trace_serve.engine.moe import TraceNvFp4Config
 
     add_quantization_method_choices([spec.QUANTIZATION])
@@ -30,7 +30,7 @@ def register() -> None:
     kv.register()
     for hook in hooks.HOOKS:
         HookRegistry.register(hook.target, hook.function, hook.type)
-    engine.check_seams = seams.process_summary
+    engine.check_seams = start.publish
 
 
 def _insert_first(registry: dict[str, Any], name: str, value: Any) -> None:

@@ -48,7 +48,9 @@ def _status(name: str, kind: str, target: str, check: Callable[[], str | None], 
 
 
 def _hook_exists(target: str, expected: tuple[str, ...] | None) -> str | None:
-    function = pkgutil.resolve_name(target)
+    found = pkgutil.resolve_name(target)
+    # A class method without the class that it is bound to, so that it reads as it is written.
+    function = getattr(found, "__func__", found)
     got = tuple(inspect.signature(inspect.unwrap(function)).parameters)
     if expected is not None and got != expected:
         return f"parameters are {got}, expected {expected}"

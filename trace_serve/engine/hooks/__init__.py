@@ -6,9 +6,19 @@ and layers that are not ours.
 
 from __future__ import annotations
 
-from trace_serve.engine.hooks import checkpoint, hints, kv, openai, refit, scheduler
+from trace_serve.engine.hooks import attention, checkpoint, hints, kv, linear_attention, openai, refit, scheduler, start
 from trace_serve.engine.hooks.base import Hook
 
-HOOKS: tuple[Hook, ...] = (*scheduler.HOOKS, *kv.HOOKS, *checkpoint.HOOKS, *hints.HOOKS, *openai.HOOKS, *refit.HOOKS)
+HOOKS: tuple[Hook, ...] = (
+    *start.HOOKS,
+    *scheduler.HOOKS,
+    *kv.HOOKS,
+    *attention.HOOKS,
+    *linear_attention.HOOKS,
+    *checkpoint.HOOKS,
+    *hints.HOOKS,
+    *openai.HOOKS,
+    *refit.HOOKS,
+)
 
 __all__ = ["HOOKS", "Hook"]
