@@ -42,7 +42,7 @@ def generate(
     start: int | None = 0,
     hints: bool = False,
 ) -> Answer:
-    """Greedy tokens with log-probabilities; `start` None asks for those of the output alone, so that a prefix can hit."""
+    """Greedy tokens with log-probabilities; `start` None asks for the output's alone, so that a prefix can hit."""
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     if hints:
         sampling["custom_params"] = {"trace_hints": "inline"}

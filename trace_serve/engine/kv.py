@@ -6,6 +6,7 @@ dequantize the slots that it gathers, never the whole pool.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,28 +48,34 @@ class GatheredKV:
     """Stands for a dequantized buffer [slots, heads, D]: indexing it dequantizes the slots asked for, to BF16."""
 
     def __init__(self, codes: Tensor, scales: Tensor, global_scale: float) -> None:
-        self._codes, self._scales, self._global_scale = codes, scales, global_scale
+        self.codes, self.scales, self.global_scale = codes, scales, global_scale
         self.shape = torch.Size((codes.shape[0], codes.shape[1], codes.shape[2] * 2))
         self.dtype = torch.bfloat16
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        return state.get().kernels.gather_dequantize(self._codes, self._scales, index, self._global_scale)
+        return state.get().kernels.gather_dequantize(self.codes, self.scales, index, self.global_scale)
 
 
 class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
     """K and V of the recipe's layers in NVFP4 with static global scales; other layers in BF16.
 
-    K is stored rotated when the recipe says so; `plugin` rotates the queries of those layers, so that scores are those
-    of the unrotated product.
+    K is stored rotated when the recipe says so; `hooks.kv` rotates the queries of those layers, so that scores are
+    those of the unrotated product.
+
+    Attributes:
+        layers: the pool's buffers, in the pool's own order.
+        layer_ids: the model's layer index of each of them. A hybrid model keeps K and V of its full-attention layers
+            only, so the two differ, and recipes and hints go by the model's.
     """
 
     name = NAME
     SCALE_BLOCK_SIZE = BLOCK
 
-    def __init__(self, num_layers: int | None = None, device: str | None = None, page_size: int | None = None) -> None:
+    def __init__(self, layer_ids: Sequence[int]) -> None:
         self.recipe = state.get().spec.recipe
+        self.layer_ids = tuple(layer_ids)
         self.layers: list[LayerBuffers] = []
-        self._layer_of: dict[int, int] = {}
+        self._index_of: dict[int, int] = {}
 
     def create_buffers(self, size: int, head_num: int, head_dim: int, layer_num: int, device: str) -> dict[str, Any]:
         width = max(BLOCK, self.recipe.k_rotation)
@@ -76,7 +83,9 @@ class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
             raise EngineError(f"KV head_dim {head_dim} is not a multiple of {width}; choose another k_rotation")
         if torch.device(device).type != "cpu":
             raise EngineError(f"the trace_nvfp4 KV cache runs on the CPU engine in this version, got device {device}")
-        for layer in range(layer_num):
+        if layer_num != len(self.layer_ids):
+            raise EngineError(f"the KV pool has {layer_num} layers, expected {len(self.layer_ids)}: {self.layer_ids}")
+        for layer in self.layer_ids:
             fp4 = self.recipe.quantizes_kv(layer)
             shape = (size, head_num, head_dim // 2 if fp4 else head_dim)
             dtype = torch.uint8 if fp4 else torch.bfloat16
@@ -84,7 +93,7 @@ class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
             scale_shape = (size, head_num, head_dim // BLOCK)
             scales = [torch.zeros(scale_shape, dtype=torch.uint8, device=device) if fp4 else None for _ in range(2)]
             self.layers.append(LayerBuffers(k, v, *scales))
-        self._layer_of = {id(tensor): i for i, layer in enumerate(self.layers) for tensor in (layer.k, layer.v)}
+        self._index_of = {id(tensor): i for i, layer in enumerate(self.layers) for tensor in (layer.k, layer.v)}
         # SGLang indexes these lists by layer; a BF16 layer has no scales, and an empty tensor says so.
         empty = torch.zeros(0, dtype=torch.uint8, device=device)
         return {
@@ -111,12 +120,12 @@ class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
         native_k_scale_buffer: Tensor | None = None,
         native_v_scale_buffer: Tensor | None = None,
     ) -> None:
-        index = self._layer_of[id(k_buffer)]
+        index = self._index_of[id(k_buffer)]
         layer = self.layers[index]
         if layer.k_scales is None or layer.v_scales is None:
             layer.k[loc], layer.v[loc] = cache_k, cache_v
             return
-        k_global, v_global = self.recipe.kv_scales(index)
+        k_global, v_global = self.recipe.kv_scales(self.layer_ids[index])
         self._store(layer.k, layer.k_scales, loc, cache_k, k_global, self.recipe.k_rotation)
         self._store(layer.v, layer.v_scales, loc, cache_v, v_global, 0)
 
@@ -137,8 +146,8 @@ class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
     ) -> Any:
         if fp4_tensor.dtype == torch.bfloat16:
             return fp4_tensor
-        index = self._layer_of[id(fp4_tensor)]
-        k_global, v_global = self.recipe.kv_scales(index)
+        index = self._index_of[id(fp4_tensor)]
+        k_global, v_global = self.recipe.kv_scales(self.layer_ids[index])
         return GatheredKV(fp4_tensor, scales, k_global if fp4_tensor is self.layers[index].k else v_global)
 
     def dequantize_prev_kv(
@@ -147,10 +156,10 @@ class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
         raise EngineError("trace_nvfp4 KV has no dequant workspace; use --attention-backend torch_native")
 
     def compute_cell_size(self, head_num: int, head_dim: int, num_layers: int, kv_size: int) -> int:
-        """Bytes a token of K and V over all layers; `kv_size` (bytes of the unquantized dtype) is not used."""
-        fp4_layers = sum(self.recipe.quantizes_kv(layer) for layer in range(num_layers))
+        """Bytes a token of K and V over all layers; `num_layers` and `kv_size` are not used, the recipe decides."""
+        fp4_layers = sum(self.recipe.quantizes_kv(layer) for layer in self.layer_ids)
         fp4_bytes = head_dim // 2 + head_dim // BLOCK
-        return 2 * head_num * (fp4_layers * fp4_bytes + (num_layers - fp4_layers) * 2 * head_dim)
+        return 2 * head_num * (fp4_layers * fp4_bytes + (len(self.layer_ids) - fp4_layers) * 2 * head_dim)
 
     def bytes_per_token(self) -> int:
         """Bytes a token that the allocated buffers take."""
@@ -158,6 +167,17 @@ class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
             t for layer in self.layers for t in (layer.k, layer.v, layer.k_scales, layer.v_scales) if t is not None
         ]
         return sum(t.nbytes // t.shape[0] for t in tensors)
+
+
+def method_of(pool: Any) -> TraceNvFp4KVMethod | None:
+    """Our method of a KV pool or, in a hybrid model, of the pool inside it; None where the pool is SGLang's own."""
+    method = getattr(attention_pool(pool), "quant_method", None)
+    return method if isinstance(method, TraceNvFp4KVMethod) else None
+
+
+def attention_pool(pool: Any) -> Any:
+    """The pool that holds K and V: `pool` itself, or the one inside a hybrid model's."""
+    return getattr(pool, "full_kv_pool", pool)
 
 
 def register() -> None:

@@ -22,8 +22,8 @@ def from_scheduler(scheduler: Any) -> dict[str, Any]:
     engine = state.get()
     runner = scheduler.tp_worker.model_runner
     experts = _experts(runner.model)
-    kv = _kv(runner.token_to_kv_pool, runner.model_config)
-    _check(experts, kv)
+    kv = _kv(runner.token_to_kv_pool)
+    _check(runner.model, runner.token_to_kv_pool, experts, kv)
     _prepare_capture(runner, experts["quantized"])
     recipe = engine.spec.recipe
     return {
@@ -64,45 +64,59 @@ def _experts(model: Any) -> dict[str, Any]:
     }
 
 
-def _kv(pool: Any, model_config: Any) -> dict[str, Any]:
-    from trace_serve.engine.kv import TraceNvFp4KVMethod
+def _kv(pool: Any) -> dict[str, Any]:
+    from trace_serve.engine.kv import attention_pool, method_of
 
-    method = getattr(pool, "quant_method", None)
-    total = model_config.num_hidden_layers
-    if not isinstance(method, TraceNvFp4KVMethod):
-        size = sum(t.nbytes // t.shape[0] for t in (*pool.k_buffer, *pool.v_buffer))
+    method = method_of(pool)
+    if method is None:
+        inner = attention_pool(pool)
         return {
             "format": "bf16",
             "layers_quantized": 0,
-            "layers_total": total,
-            "bytes_per_token": size,
+            "layers_total": len(inner.k_buffer),
+            "bytes_per_token": sum(t.nbytes // t.shape[0] for t in (*inner.k_buffer, *inner.v_buffer)),
             "backend": "sglang",
         }
     return {
         "format": "nvfp4",
         "layers_quantized": sum(layer.k_scales is not None for layer in method.layers),
-        "layers_total": total,
+        "layers_total": len(method.layer_ids),
         "bytes_per_token": method.bytes_per_token(),
         "backend": state.get().kernels.name,
     }
 
 
-def _check(experts: dict[str, Any], kv: dict[str, Any]) -> None:
+def _check(model: Any, pool: Any, experts: dict[str, Any], kv: dict[str, Any]) -> None:
+    """Compares what was loaded with the recipe, layer by layer, going by the layers that the model itself has."""
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from trace_serve.engine.kv import method_of
+
     recipe = state.get().spec.recipe
-    wanted_experts = sum(recipe.quantizes_experts(i) for i in range(kv["layers_total"]))
-    if experts["layers_quantized"] != min(wanted_experts, experts["layers_total"]) or (
-        wanted_experts and not experts["layers_total"]
-    ):
+    wanted = [i for i in _layer_ids(model, FusedMoE) if recipe.quantizes_experts(i)]
+    if sorted(experts["quantized"]) != wanted or (recipe.experts != "bf16" and not wanted):
         raise SeamError(
-            f"seam quantization-method: {experts['layers_quantized']} of {experts['layers_total']} expert layers carry "
-            f"the NVFP4 method, the recipe asks for {wanted_experts}"
+            f"seam quantization-method: the expert layers {sorted(experts['quantized'])} carry the NVFP4 method, the "
+            f"recipe asks for {wanted or 'some'} of {_layer_ids(model, FusedMoE)}"
         )
-    wanted_kv = sum(recipe.quantizes_kv(i) for i in range(kv["layers_total"]))
+    attention = _layer_ids(model, RadixAttention)
+    wanted_kv = sum(recipe.quantizes_kv(i) for i in attention)
     if kv["layers_quantized"] != wanted_kv:
         raise SeamError(
             f"seam kv-method: {kv['layers_quantized']} of {kv['layers_total']} KV layers are NVFP4, "
             f"the recipe asks for {wanted_kv}"
         )
+    method = method_of(pool)
+    if method is not None and list(method.layer_ids) != attention:
+        raise SeamError(
+            f"seam kv-method: the KV pool is taken for that of layers {list(method.layer_ids)}, but attention is in "
+            f"{attention}"
+        )
+
+
+def _layer_ids(model: Any, kind: Any) -> list[int]:
+    return sorted({int(module.layer_id) for module in model.modules() if isinstance(module, kind)})
 
 
 def _hints(kv: dict[str, Any]) -> dict[str, Any]:

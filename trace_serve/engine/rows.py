@@ -106,22 +106,23 @@ def _experts(name: str, kept: ExpertSlots, slots: Tensor, numbers: Tensor, layer
 
 def _kv(name: str, pool: Any, slots: Tensor, wanted: tuple[int, ...], written: NDArray[np.bool_]) -> list[Site]:
     """K and V need no capture: the pool holds the codes and scales that attention used."""
-    from trace_serve.engine.kv import TraceNvFp4KVMethod
+    from trace_serve.engine.kv import method_of
 
     engine = state.get()
-    method = getattr(pool, "quant_method", None)
-    if not isinstance(method, TraceNvFp4KVMethod):
+    method = method_of(pool)
+    if method is None:
         return []
-    chosen = set(wanted)
-    indices = [i for i, layer in enumerate(method.layers) if layer.k_scales is not None and i in chosen]
-    if not indices:
+    quantized = [i for i, layer in zip(method.layer_ids, method.layers, strict=True) if layer.k_scales is not None]
+    layer_ids = _both(quantized, wanted)
+    if not layer_ids:
         return []
+    indices = [method.layer_ids.index(layer) for layer in layer_ids]
     codes = [getattr(method.layers[i], name) for i in indices]
     scales = [getattr(method.layers[i], f"{name}_scales") for i in indices]
     return [
         Site(
             name=name,
-            layers=tuple(indices),
+            layers=layer_ids,
             bits=_stack([engine.kernels.hint_bits(layer[slots]).flatten(1) for layer in codes]).numpy(),
             scales=_stack([layer[slots].flatten(1) for layer in scales]).numpy(),
             present=written,

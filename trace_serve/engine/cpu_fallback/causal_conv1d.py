@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, silu
+from torch.nn.functional import conv1d
+
+from trace_serve.engine.cpu_fallback.pointwise import silu
 
 _PAD_SLOT = -1
 

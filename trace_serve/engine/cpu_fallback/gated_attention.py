@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+
+from trace_serve.engine.cpu_fallback.pointwise import sigmoid
 
 
 def _gemma_rms_norm(x: Tensor, weight: Tensor, eps: float, head_dim: int) -> Tensor:
@@ -46,16 +47,16 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
         num_heads: H.
 
     Returns:
-        q [T * H, D], k [T * Hk, D] and the gate [T * H, D], which is not normed.
+        q [T * H, D], k [T * Hk, D] and the gate [T * H, D], which is not normed, each contiguous.
     """
     q, gate = q_gate.reshape(-1, num_heads, 2 * head_dim).chunk(2, dim=-1)
     q_normed, k_normed = fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim)
-    return q_normed, k_normed, gate.reshape(-1, head_dim)
+    return q_normed, k_normed, gate.reshape(-1, head_dim).contiguous()
 
 
 def fused_sigmoid_mul_cpu(x: Tensor, gate: Tensor) -> None:
     """Multiplies x [T, H * D] by sigmoid(gate) in place; gate is [T, H * D] or [T, H, D]."""
-    x.copy_(x.float() * gate.reshape(x.shape).float().sigmoid())
+    x.copy_(x.float() * sigmoid(gate.reshape(x.shape)))
 
 
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(
@@ -75,30 +76,6 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
         q, k and v together [T, 2 * Hk * Dk + Hv * Dv], z [T, Hv, Dv], b [T, Hv] and a [T, Hv], each contiguous.
     """
     values = num_v_heads * head_v_dim
-    qkv, z = qkvz.split([2 * num_k_heads * head_k_dim + values, values], dim=-1)
-    b, a = ba.split([num_v_heads, num_v_heads], dim=-1)
+    qkv, z = torch.split(qkvz, [2 * num_k_heads * head_k_dim + values, values], dim=-1)
+    b, a = torch.split(ba, [num_v_heads, num_v_heads], dim=-1)
     return qkv.clone(), z.reshape(-1, num_v_heads, head_v_dim).clone(), b.clone(), a.clone()
-
-
-def rms_norm_gated(x: Tensor, weight: Tensor, gate: Tensor, eps: float, activation: str) -> Tensor:
-    """RMS norm of each row, then its product with the activated gate.
-
-    Args:
-        x: [N, D].
-        weight: [D].
-        gate: [N, D].
-        eps: added to the mean square.
-        activation: of the gate: `silu` (also called `swish`) or `sigmoid`.
-
-    Returns:
-        [N, D] in the dtype of `x`. The normed row is rounded to it before the weight, as Hugging Face's module does.
-
-    Raises:
-        NotImplementedError: another activation.
-    """
-    if activation not in ("silu", "swish", "sigmoid"):
-        raise NotImplementedError(f"rms_norm_gated: got activation {activation!r}, expected silu, swish or sigmoid")
-    rows = x.float()
-    normed = (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-    gates = gate.float().sigmoid() if activation == "sigmoid" else silu(gate.float())
-    return ((weight * normed).float() * gates).to(x.dtype)

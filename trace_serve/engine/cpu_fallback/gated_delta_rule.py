@@ -4,8 +4,8 @@ With state S [Dk, Dv], decay exp(g), step beta, and q, k of unit length:
 
     S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T;   o = S^T q / sqrt(Dk)
 
-Prefill runs the same steps as decode, one token after the other and in FP32, and not in chunks: a chunk's result depends
-on where it starts, so a prompt that is prefilled in pieces, or continued from a cached prefix, would round differently.
+Prefill runs the same steps as decode, one token after the other and in FP32, and not in chunks: a chunk's result
+depends on where it starts, so a prompt prefilled in pieces or continued from a cached prefix would round differently.
 States are kept as [Dv, Dk], which is the order of SGLang's pool.
 """
 
@@ -13,27 +13,28 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+
+from trace_serve.engine.cpu_fallback.pointwise import sigmoid, softplus
 
 _PAD_SLOT = -1
 _NORM_EPS = 1e-6
 
 
-def fused_gdn_gating_cpu(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def fused_gdn_gating_cpu(a_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Decay and step size of each token and value head.
 
     Args:
-        A_log: [H].
+        a_log: [H].
         a: [T, H].
         b: [T, H].
         dt_bias: [H].
 
     Returns:
-        g = -exp(A_log) softplus(a + dt_bias), FP32 [1, T, H]; beta = sigmoid(b), rounded to the dtype of `b`, FP32
+        g = -exp(a_log) softplus(a + dt_bias), FP32 [1, T, H]; beta = sigmoid(b), rounded to the dtype of `b`, FP32
         [1, T, H].
     """
-    g = -A_log.float().exp() * softplus(a.float() + dt_bias.float())
-    return g.unsqueeze(0), b.sigmoid().float().unsqueeze(0)
+    g = -a_log.float().exp() * softplus(a.float() + dt_bias.float())
+    return g.unsqueeze(0), sigmoid(b).to(b.dtype).float().unsqueeze(0)
 
 
 def _unit(x: Tensor, heads: int) -> Tensor:
@@ -44,7 +45,7 @@ def _unit(x: Tensor, heads: int) -> Tensor:
 
 
 def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """One token: state [..., Dv, Dk] FP32, changed in place; q, k [..., Dk]; v [..., Dv]; decay, beta [...]. Returns o."""
+    """One token: state [..., Dv, Dk], changed in place, q and k [..., Dk], v [..., Dv], decay and beta [...]."""
     k = k.unsqueeze(-2)
     state *= decay[..., None, None]
     delta = (v - (state * k).sum(-1)) * beta.unsqueeze(-1)
@@ -79,8 +80,8 @@ def chunk_gated_delta_rule_cpu(
         initial_state_indices: int [B], slot of each sequence; -1 is padding, whose output is zero.
 
     Returns:
-        The output [1, T, Hv, Dv] in the dtype of `v`, and None for the last states (they are in their slots) and for the
-        states at chunk boundaries, which this implementation does not keep.
+        The output [1, T, Hv, Dv] in the dtype of `v`, None for the last states (they are in their slots) and None for
+        the states at chunk boundaries, which are not kept.
 
     Raises:
         NotImplementedError: another layout, or q and k that are not to be normalised.
@@ -103,7 +104,7 @@ def chunk_gated_delta_rule_cpu(
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
-    A_log: Tensor,
+    a_log: Tensor,
     dt_bias: Tensor,
     q: Tensor,
     k: Tensor,
@@ -120,7 +121,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     """Decode: one token of each sequence, with its gates.
 
     Args:
-        A_log, dt_bias: [Hv].
+        a_log, dt_bias: [Hv].
         q, k: [1, B, Hk, Dk].
         v: [1, B, Hv, Dv].
         a, b: [B, Hv], see `fused_gdn_gating_cpu`.
@@ -148,7 +149,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
             "fused_sigmoid_gating_delta_rule_update_cpu: expected use_qk_l2norm_in_kernel=True, softplus_beta=1 and "
             "softplus_threshold=20"
         )
-    g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
+    g, beta = fused_gdn_gating_cpu(a_log, a, b, dt_bias)
     rows = (initial_state_indices != _PAD_SLOT).nonzero().flatten()
     slots = initial_state_indices[rows].long()
     state = initial_state_source[slots].float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from trace_serve.engine.cpu_fallback import gated_attention, gated_delta_rule
@@ -36,14 +38,15 @@ _OPERATORS = (
 )
 """Schemas are those of the call sites: an argument that only another feature passes is refused by name."""
 
-_libraries: list[torch.library.Library] = []
+_libraries: list[Any] = []
 
 
 def register() -> None:
     """Registers every operator once a process; they live as long as it does."""
     if _libraries:
         return
-    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    new_library: Any = torch.library.Library
+    library = new_library("sgl_kernel", "FRAGMENT")
     for schema, function in _OPERATORS:
         library.define(schema)
         library.impl(schema.partition("(")[0], function, "CPU")

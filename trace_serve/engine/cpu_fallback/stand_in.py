@@ -1,4 +1,4 @@
-"""The modules `sgl_kernel` and `sgl_kernel.mamba` and the operators `torch.ops.sgl_kernel.*`, put where SGLang looks."""
+"""The modules `sgl_kernel` and `sgl_kernel.mamba` and `torch.ops.sgl_kernel.*`, put where SGLang looks for them."""
 
 from __future__ import annotations
 

@@ -5,21 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.plugins.hook_registry import HookType
 
 from trace_serve import nvfp4
 from trace_serve.engine import kv, state
 from trace_serve.engine.hooks.base import Hook
+from trace_serve.errors import EngineError
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _FORWARD = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")
 
 
+def _layer_ids(configurator: Any, num_layers: int) -> tuple[int, ...]:
+    """The model's indices of the layers that have K and V in this process's pool."""
+    first, end = configurator.layer_info.start_layer, configurator.layer_info.end_layer
+    hybrid = mambaish_config(configurator.model_config)
+    layers = range(first, first + num_layers) if hybrid is None else hybrid.full_attention_layer_ids
+    found = tuple(layer for layer in layers if first <= layer < end)
+    if len(found) != num_layers:
+        raise EngineError(f"the KV pool has {num_layers} layers, but the model has K and V in layers {found}")
+    return found
+
+
 def _kv_method(original: Callable[..., Any], self: Any, *, num_layers: int) -> Any:
     if state.get().spec.recipe.kv == "bf16":
         return original(self, num_layers=num_layers)
-    method = kv.TraceNvFp4KVMethod(num_layers=num_layers, device=self.device, page_size=self.page_size)
+    method = kv.TraceNvFp4KVMethod(_layer_ids(self, num_layers))
     method.configure_attention_backends_from_server_args(self.server_args)
     return method
 
@@ -30,7 +43,8 @@ def _kv_cell_size(original: Callable[..., int], self: Any, kvc: Any, num_layers:
     from sglang.srt.runtime_context import get_parallel
 
     heads = kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size, get_parallel().attn_dcp_size)
-    return kv.TraceNvFp4KVMethod().compute_cell_size(heads, kvc.model_config.head_dim, num_layers, 2)
+    method = kv.TraceNvFp4KVMethod(_layer_ids(kvc, num_layers))
+    return method.compute_cell_size(heads, kvc.model_config.head_dim, num_layers, 2)
 
 
 def _rotate_query(
