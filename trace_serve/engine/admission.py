@@ -71,7 +71,7 @@ def send(tokenized: Any) -> None:
     """Gives a request that goes to the scheduler its own copy of the options, its name and its log-probabilities.
 
     SGLang sends a prompt with n > 1 as one request that only fills the prefix cache, which has no hints, and n
-    samples under new ids; sample i's hints are called `<id>-<i>`.
+    samples under new ids; sample i's hints are called `<id>_0-<i>` (it calls prompt k of a request `<id>_k`).
     """
     params = getattr(tokenized, "sampling_params", None)
     custom = getattr(params, "custom_params", None)

@@ -15,11 +15,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from trace_serve.server import hint_files
 from trace_serve.server.authorization import Authorization
-from trace_serve.server.errors import ApiError, not_found
+from trace_serve.server.errors import ApiError, bad_request, not_found
 from trace_serve.server.front_end import FrontEnd
 from trace_serve.server.generation import GenerationRoute
-from trace_serve.server.schemas import ChatRequest, CompletionRequest
+from trace_serve.server.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
 from trace_serve.server.supervisor import EngineLike
 from trace_serve.settings import Settings
 
@@ -96,9 +97,10 @@ def create_app(
             raise not_found("rollout id: expected the x-trace-rollout header of an answer", param="id")
         if settings.hint_dir is None or not authorization.hints:
             raise not_found("this server keeps no hints; start it with --hint-dir", code="hints_off")
-        path = settings.hint_dir / f"{rollout_id}.safetensors"
-        if path.is_symlink() or not path.is_file():
-            raise not_found(f"no hints of {rollout_id}: not finished, failed, or not asked for with trace_hints")
+        choice = request.query_params.get("choice")
+        if choice is not None and choice not in map(str, range(MAX_CHOICES)):
+            raise bad_request(f"choice: got {choice[:20]!r}, expected 0 to {MAX_CHOICES - 1}", param="choice")
+        path = await hint_files.find(settings.hint_dir, rollout_id if choice is None else hint_files.choice_name(rollout_id, int(choice)))
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
     @app.get("/trace/report")

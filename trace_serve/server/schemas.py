@@ -106,7 +106,9 @@ class GenerationRequest(_Strict):
     return_routed_experts: bool | None = Field(None, description="extension of the engine")
     return_token_ids: bool | None = Field(None, description="extension of the engine")
     trace_hints: bool | None = Field(
-        None, description="write rounding hints; fetch them from /v1/rollouts/{x-trace-rollout}/hints; needs n = 1"
+        None,
+        description="write rounding hints; fetch them from /v1/rollouts/{x-trace-rollout}/hints, with ?choice=0 and so "
+        "on when n > 1",
     )
     rid: Label | None = Field(None, description="a label for logs; the request id is minted by the server")
     user: Label | None = Field(None, description="a label for logs")
@@ -181,8 +183,6 @@ def _check_combinations(request: GenerationRequest) -> None:
         raise bad_request("stream_options: only allowed with stream: true", param="stream_options")
     if request.top_k == 0:
         raise bad_request("top_k: got 0, expected -1 (off) or 1 and more", param="top_k")
-    if request.trace_hints and (request.n or 1) > 1:
-        raise bad_request(f"n: got {request.n} with trace_hints, expected 1; hints belong to one sequence", param="n")
     limit = request.completion_limit
     if request.min_tokens is not None and limit is not None and request.min_tokens > limit:
         raise bad_request(

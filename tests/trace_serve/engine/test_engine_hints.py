@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import base64
-import json
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import engine_model
 import numpy as np
 import pytest
 import torch
+from engine_client import decoded, events, flush, generate, wait_for
 
 from trace_serve import nvfp4
 from trace_serve.engine.launch import EngineProcess
@@ -22,32 +20,6 @@ from trace_serve.hints import wire
 from trace_serve.policy.manifest import Policy
 
 pytestmark = pytest.mark.engine
-
-
-def generate(
-    engine: EngineProcess, prompt: list[int], *, new: int = 6, hints: str = "inline", **extra: Any
-) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True, "custom_params": {"trace_hints": hints}}
-    return engine.request("/generate", {"input_ids": prompt, "sampling_params": sampling, **extra})
-
-
-def decoded(answer: dict[str, Any]) -> wire.HintFile:
-    return wire.from_bytes(base64.b64decode(answer["meta_info"]["trace_hints"]["data"]))
-
-
-def wait_for(path: Path, timeout_s: float = 30.0) -> None:
-    """Hints are written behind the answer's back."""
-    end = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not appear"
-        time.sleep(0.02)
-
-
-def flush(engine: EngineProcess) -> None:
-    request = urllib.request.Request(
-        engine.url + "/flush_cache", data=b"", headers={"Authorization": f"Bearer {engine.api_key}"}
-    )
-    urllib.request.urlopen(request, timeout=30).close()
 
 
 def test_the_report_proves_what_is_loaded(fp4_engine: EngineProcess, fp4_policy: Policy) -> None:
@@ -140,15 +112,6 @@ def test_routed_experts_come_on_the_same_rows(fp4_engine: EngineProcess) -> None
 def test_a_request_without_hints_gets_none(fp4_engine: EngineProcess) -> None:
     body = {"input_ids": engine_model.token_ids(6, 8), "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
     assert "trace_hints" not in fp4_engine.request("/generate", body)["meta_info"]
-
-
-def events(engine: EngineProcess, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    headers = {"Authorization": f"Bearer {engine.api_key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(engine.url + path, data=json.dumps(body).encode(), headers=headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
-        for line in response:
-            if line.startswith(b"data: ") and b"[DONE]" not in line:
-                yield json.loads(line[len(b"data: ") :])
 
 
 def test_a_stream_carries_the_hints_with_its_last_chunk_only(fp4_engine: EngineProcess) -> None:

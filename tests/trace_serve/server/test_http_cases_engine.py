@@ -211,6 +211,17 @@ def test_hints_are_returned_under_the_rollout_id(client: httpx.Client) -> None:
         assert metadata
 
 
+def test_every_choice_has_hints_of_its_own(client: httpx.Client) -> None:
+    body = {"messages": HI, "max_tokens": 4, "ignore_eos": True, "trace_hints": True, "n": 2, "temperature": 1}
+    answer = client.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    rollout = answer.headers["x-trace-rollout"]
+    files = [client.get(f"/v1/rollouts/{rollout}/hints?choice={i}") for i in range(2)]
+    assert [file.status_code for file in files] == [200, 200]
+    assert client.get(f"/v1/rollouts/{rollout}/hints").status_code == 404
+    assert client.get(f"/v1/rollouts/{rollout}/hints?choice=2").status_code == 404
+
+
 def test_the_report_names_the_policy(client: httpx.Client) -> None:
     report = client.get("/trace/report").json()
     assert report["policy"]["digest"] == report["policy_digest"]

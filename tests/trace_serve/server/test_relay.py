@@ -17,6 +17,8 @@ import pytest
 from harness import Running
 from scripted_engine import SERVED_NAME, TEXT
 
+from trace_serve.hints.sinks import marks
+
 CHAT = "/v1/chat/completions"
 
 
@@ -87,6 +89,21 @@ def test_hints_are_asked_for_as_a_file_and_served_under_the_rollout_id(shared: R
     assert client.get(f"/v1/rollouts/{rollout}/hints").status_code == 404
     (shared.hint_dir / f"{rollout}.safetensors").write_bytes(b"hint bytes")
     assert client.get(f"/v1/rollouts/{rollout}/hints").content == b"hint bytes"
+    (shared.hint_dir / f"{rollout}_0-2.safetensors").write_bytes(b"third choice")
+    assert client.get(f"/v1/rollouts/{rollout}/hints?choice=2").content == b"third choice"
+    for bad in ("-1", "x", "999", ""):
+        assert client.get(f"/v1/rollouts/{rollout}/hints?choice={bad}").json()["error"]["param"] == "choice"
+
+
+def test_hints_that_were_lost_are_gone_and_the_answer_says_why(shared: Running, client: httpx.Client) -> None:
+    answer = client.post(CHAT, json=body("tokens=1", trace_hints=True))
+    rollout = answer.headers["x-trace-rollout"]
+    mark = marks.file_name(rollout, "dropped")
+    (shared.hint_dir / mark).write_bytes(marks.content(rollout, "dropped", "queue full: 256 items"))
+    gone = client.get(f"/v1/rollouts/{rollout}/hints")
+    assert gone.status_code == 410
+    assert gone.json()["error"]["code"] == "hints_dropped"
+    assert "queue full: 256 items" in gone.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["..%2F..%2Fserver.log", "trace-..", "trace-" + "A" * 32, "x", "trace-" + "0" * 31])

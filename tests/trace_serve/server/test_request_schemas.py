@@ -129,10 +129,6 @@ def test_two_different_token_limits_are_refused() -> None:
     assert refusal(body).param == "max_completion_tokens"
 
 
-def test_hints_of_several_choices_are_refused() -> None:
-    assert refusal({"messages": MESSAGES, "trace_hints": True, "n": 2}).param == "n"
-
-
 def test_the_longest_value_shown_in_an_error_is_short() -> None:
     assert len(refusal({"messages": MESSAGES, "seed": "x" * 100_000}).message) < 300
 
