@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -45,8 +46,7 @@ def modelopt_files(excluded: Iterable[str], recipe: Recipe, layers: int) -> tupl
     """
     algorithm = "NVFP4" if recipe.experts == "w4a4" else "W4A16_NVFP4"
     kv = "NVFP4" if stores_kv_entry(recipe, layers) else None
-    # Engines fuse q, k and v and ask for the fused name, which only a wildcard matches.
-    patterns = sorted({_whole_attention(module) for module in excluded})
+    patterns = sorted({_wildcard(module) for module in excluded})
     # Engines recognise the layout by this name; the version says who wrote it.
     producer = {"name": "modelopt", "version": f"trace-serve {importlib.metadata.version('trace-serve')}"}
     nested = {
@@ -74,9 +74,18 @@ def modelopt_files(excluded: Iterable[str], recipe: Recipe, layers: int) -> tupl
     return nested, flat
 
 
-def _whole_attention(module: str) -> str:
+def _wildcard(module: str) -> str:
+    """Engines fuse q, k and v, and a layer's experts, and ask for the fused name, which only a wildcard matches."""
+    if expert := _experts_of(module):
+        return f"{expert}*"
     head, found, _ = module.partition(f".{_ATTENTION}.")
     return f"{head}.{_ATTENTION}*" if found else module
+
+
+def _experts_of(module: str) -> str | None:
+    """`model.layers.3.mlp.experts` for any matrix of these experts; None for other modules."""
+    matrix = expert_names.parse(module)
+    return None if matrix is None else module.removesuffix(f".{matrix.expert}.{matrix.own_name}")
 
 
 def compressed_tensors_section(ignored: Iterable[str], recipe: Recipe) -> dict[str, Any]:
@@ -103,10 +112,16 @@ def compressed_tensors_section(ignored: Iterable[str], recipe: Recipe) -> dict[s
         "format": "nvfp4-pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": list(ignored),
+        "ignore": sorted({_expression(module) for module in ignored}),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+def _expression(module: str) -> str:
+    """One expression for all experts of a layer: engines ask by names of their own for each of them."""
+    experts = _experts_of(module)
+    return module if experts is None else f"re:{re.escape(experts)}.*"
 
 
 def config_files(

@@ -74,7 +74,8 @@ def write_expert_model(directory: Path, family: str = "mixtral", *, seed: int = 
     tensors = {f"{module}.weight": weight for module, weight in expert_weights(family, seed).items()}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
-        tensors[f"{prefix}.self_attn.q_proj.weight"] = torch.ones(64, HIDDEN, dtype=torch.bfloat16)
+        for name in ("q", "k", "v", "o"):
+            tensors[f"{prefix}.self_attn.{name}_proj.weight"] = torch.ones(64, HIDDEN, dtype=torch.bfloat16)
         tensors[f"{prefix}.{block}.gate.weight"] = torch.ones(EXPERTS, HIDDEN, dtype=torch.bfloat16)
         tensors[f"{prefix}.input_layernorm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
     tensors["model.embed_tokens.weight"] = torch.ones(100, HIDDEN, dtype=torch.float32)

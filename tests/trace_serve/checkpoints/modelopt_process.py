@@ -1,7 +1,7 @@
 """NVIDIA ModelOpt in a process of its own, which its import takes over (warnings, CUDA_HOME): `python FILE JOB`.
 
 JOB is JSON: `read` maps output files to policy directories, whose packed experts are dequantized into them; `write`
-maps output files to safetensors files of BF16 matrices, which are quantized into ModelOpt's tensors; `convert` is a list
+maps output files to safetensors files of BF16 matrices, quantized into ModelOpt's tensors; `convert` is a list
 of hf_quant_config.json contents, printed as the quantization_config that ModelOpt's exporter derives from each.
 """
 
