@@ -57,6 +57,35 @@ def fp4_engine(fp4_policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> 
     engine.stop()
 
 
+@pytest.fixture(scope="session")
+def model_a(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_engine_model(tmp_path_factory.mktemp("refit") / "a", seed=0)
+
+
+@pytest.fixture(scope="session")
+def model_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_engine_model(tmp_path_factory.mktemp("refit") / "b", seed=1)
+
+
+@pytest.fixture(scope="session")
+def refit_engine(model_b: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine whose weights the tests of weight updates replace; its first answers are those of a fresh model B."""
+    directory = tmp_path_factory.mktemp("refit-engine")
+    config = EngineConfig(
+        model=model_b,
+        recipe=Recipe(),
+        log_path=directory / "engine.log",
+        max_total_tokens=4096,
+        chunked_prefill_size=CHUNK,
+        refit_timeout_s=4.0,
+    )
+    engine = EngineProcess(config)
+    engine.start()
+    engine.wait_ready(START_TIMEOUT_S)
+    yield engine
+    engine.stop()
+
+
 class FrontEnd(ServerProcess):
     """A running front-end; `engine_pid` finds its engine's process."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import ProcessError
 from threading import Event, Thread
 from typing import Any
 
@@ -71,9 +72,9 @@ def from_request(payloads: Any, load_format: str | None, rank: int) -> NamedTens
     try:
         content = MultiprocessingSerializer.deserialize(payloads[rank])
     except Exception as exc:
-        hint = _SHARING if isinstance(exc, OSError | EOFError | RuntimeError) or "authent" in str(exc).lower() else ""
+        hint = f"; {_SHARING}" if isinstance(exc, OSError | EOFError | ProcessError) else ""
         raise EngineError(
-            f"serialized_named_tensors: cannot be opened: {type(exc).__name__}: {exc}{'; ' if hint else ''}{hint}",
+            f"serialized_named_tensors: cannot be opened: {type(exc).__name__}: {exc}{hint}",
             field="serialized_named_tensors",
         ) from exc
     if load_format == FLATTENED:
