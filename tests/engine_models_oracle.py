@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,47 @@ class Oracle:
         """FP32 [len(tokens), vocabulary]: row i is the distribution of token i + 1."""
         logits = self.model(torch.tensor([tokens])).logits[0].float()
         return torch.log_softmax(logits, dim=-1)
+
+    @torch.no_grad()
+    def trace(self, tokens: list[int]) -> Trace:
+        """Runs the model once and keeps what its layers saw."""
+        seen = Trace({}, {}, {})
+        handles = []
+        for name, module in self.model.named_modules():
+            layer = next((int(part) for part in name.split(".") if part.isdecimal()), None)
+            if layer is None:
+                continue
+            if name.endswith(".gate"):
+                handles.append(module.register_forward_pre_hook(partial(seen.router, layer)))
+            elif name.endswith(".v_proj"):
+                handles.append(module.register_forward_hook(partial(seen.value, layer)))
+        self.model(torch.tensor([tokens]))
+        for handle in handles:
+            handle.remove()
+        return seen
+
+
+@dataclass(frozen=True)
+class Trace:
+    """By layer index, what one pass over T tokens computed.
+
+    Attributes:
+        experts_in: [T, H], input of the router and of the experts.
+        routed: [T, k], the experts that it chooses, in no order.
+        v: [T, kv_heads * D]; only layers with full attention have it.
+    """
+
+    experts_in: dict[int, torch.Tensor]
+    routed: dict[int, torch.Tensor]
+    v: dict[int, torch.Tensor]
+
+    def router(self, layer: int, module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        x = arguments[0].reshape(-1, arguments[0].shape[-1])
+        self.experts_in[layer] = x
+        self.routed[layer] = (x.float() @ module.weight.float().T).topk(2, dim=-1).indices
+
+    def value(self, layer: int, module: Any, arguments: object, output: torch.Tensor) -> None:
+        self.v[layer] = output.reshape(-1, output.shape[-1])
 
 
 @dataclass(frozen=True)

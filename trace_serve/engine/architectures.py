@@ -72,6 +72,12 @@ class Architecture:
         """Layers that keep K and V."""
         return tuple(layer for layer, kind in enumerate(self.layer_types) if kind == _FULL)
 
+    @property
+    def model_package(self) -> str:
+        """The package from which SGLang imports its model class first, see `engine.models`."""
+        family = ".qwen3_5" if self.name.startswith("Qwen3_5") else ""
+        return f"trace_serve.engine.models{family}"
+
     def check(self, recipe: Recipe, *, device: str, context_length: int | None = None) -> None:
         """Refuses what would fail late or answer wrongly.
 

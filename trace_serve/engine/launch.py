@@ -101,6 +101,7 @@ class EngineProcess:
         self.api_key = secrets.token_hex(24)
         self._port = 0
         self._model_arguments: tuple[str, ...] = ()
+        self._model_package = "trace_serve.engine.models"
         self._process: subprocess.Popen[bytes] | None = None
         self._run_dir: tempfile.TemporaryDirectory[str] | None = None
 
@@ -146,6 +147,7 @@ class EngineProcess:
         architecture = Architecture.of(self.config.model)
         architecture.check(self.recipe, device=self.config.device, context_length=self.config.context_length)
         self._model_arguments = architecture.arguments(device=self.config.device)
+        self._model_package = architecture.model_package
         check_directory(self.config.model, self.recipe)
         self._run_dir = tempfile.TemporaryDirectory(prefix="trace-serve-engine-")
         Telemetry(self._run_dir.name, create=True)
@@ -188,7 +190,7 @@ class EngineProcess:
         env = {**os.environ, spec.ENV: self._spec().to_env()}
         env.pop("SGLANG_PLUGINS", None)
         env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-        env.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "trace_serve.engine.models")
+        env.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", self._model_package)
         if self.config.device == "cpu":
             env.update(SGLANG_USE_CPU_ENGINE="1", CUDA_VISIBLE_DEVICES="")
             # Two engines and their clients share the cores here; more threads than one a scheduler only contend.

@@ -1,0 +1,5 @@
+"""SGLang's own classes, named so that they are found first."""
+
+from sglang.srt.models.qwen3_5_text import EntryClass
+
+__all__ = ["EntryClass"]
