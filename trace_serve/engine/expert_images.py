@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from trace_serve.policy.expert_names import parse
+from trace_serve.policy.layouts import BF16
 
 _known: set[int] = set()
+_format = BF16
 
 
 def fingerprint(part: Tensor) -> int:
@@ -20,9 +22,16 @@ def fingerprint(part: Tensor) -> int:
     return hash(part.contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def forget() -> None:
-    """Starts a new checkpoint: its images are the only ones."""
+def forget(weights: str = BF16) -> None:
+    """Starts a new checkpoint of a format (`policy.layouts.FORMATS`): its images are the only ones."""
+    global _format
     _known.clear()
+    _format = weights
+
+
+def checkpoint_format() -> str:
+    """Format of the checkpoint loaded last; `bf16` where a trainer pushed weights since."""
+    return _format
 
 
 def remember(module: str, image: Tensor) -> None:

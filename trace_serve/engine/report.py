@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
-from trace_serve.engine import state
+from trace_serve.engine import expert_images, state
 from trace_serve.errors import SeamError
 from trace_serve.hints.options import layers_of
 
@@ -60,6 +60,7 @@ def _experts(model: Any) -> dict[str, Any]:
         "layers_quantized": len(quantized),
         "layers_total": len(layers),
         "backend": state.get().kernels.name if quantized else "sglang",
+        "checkpoint": expert_images.checkpoint_format(),
         "quantized": quantized,
     }
 

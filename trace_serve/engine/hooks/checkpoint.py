@@ -20,9 +20,12 @@ def _weights(original: Callable[..., Any], self: Any, source: Any, *args: Any, *
     if recipe.experts == "bf16" or not directory.is_dir():
         return original(self, source, *args, **kwargs)
     checkpoint = open_checkpoint(directory, recipe)
-    expert_images.forget()
     tensors = original(self, source, *args, **kwargs)
-    return tensors if checkpoint is None else checkpoint.expand(tensors, expert_images.remember)
+    if checkpoint is None:
+        expert_images.forget()
+        return tensors
+    expert_images.forget(checkpoint.declared.layout.name)
+    return checkpoint.expand(tensors, expert_images.remember)
 
 
 HOOKS: tuple[Hook, ...] = (
