@@ -67,7 +67,7 @@ class PackedWriter:
 
         Args:
             out: directory without these files.
-            progress: called with the name of each shard before it is written.
+            progress: called with one line before each shard, and at the end if values were lost.
 
         Returns:
             The tensors written.
@@ -79,7 +79,7 @@ class PackedWriter:
         with Shards(self._source) as shards:
             for file in sorted({info.file for info in plan.values()}):
                 if progress is not None:
-                    progress(file)
+                    progress(f"packing {file}")
                 here = {name: info for name, info in plan.items() if info.file == file}
                 with ShardWriter(out / file, here) as writer:
                     self._write_shard(file, writer, shards)
@@ -89,6 +89,9 @@ class PackedWriter:
                 "weight_map": {name: plan[name].file for name in sorted(plan)},
             }
             (out / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        lost = {name: count for name, count in zip(nvfp4.INCIDENT_NAMES, self._counters.tolist(), strict=True) if count}
+        if lost and progress is not None:
+            progress("lost in rounding: " + ", ".join(f"{count} {name}" for name, count in lost.items()))
         return plan
 
     def _plan(self) -> dict[str, TensorInfo]:

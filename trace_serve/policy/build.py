@@ -48,7 +48,7 @@ def build_policy(
         recipe: the numeric choices to serve under.
         source_run: the training run that produced the weights, free text.
         weights: what the experts' weights are to be on disk: `bf16`, `modelopt` or `compressed-tensors`.
-        progress: called with one line before each shard is packed.
+        progress: called with one line before each shard is packed, and with what was lost.
 
     Raises:
         PolicyError: the model is incomplete or of an unsupported architecture; the recipe does not fit it, or the

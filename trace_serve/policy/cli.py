@@ -40,7 +40,7 @@ def build(
         recipe=load_recipe(recipe),
         source_run=source_run,
         weights=weights,
-        progress=lambda shard: console.print(f"packing {shard}", soft_wrap=True),
+        progress=lambda line: console.print(line, soft_wrap=True),
     )
     for note in _notes(policy):
         console.print(f"note: {note}", soft_wrap=True)
