@@ -1,11 +1,11 @@
 """Attention of an FP4 engine on the CPU: one call a layer for the whole batch, reading the packed pool directly.
 
 SGLang's `torch_native` backend loops over sequences and gathers, dequantizes and multiplies each on its own. Here the
-loop is compiled (`attention_loops`), and a row's bits depend on that row's sequence alone: the same tokens give the same
-output alone or in a batch, prefilled at once or in chunks, cold or behind a cached prefix.
+loop is compiled (`attention_loops`), and a row's bits depend on that row's sequence alone: the same tokens give the
+same output alone or in a batch, prefilled at once or in chunks, cold or behind a cached prefix.
 
 Scores, softmax and weighted sum are fp32; queries, keys, values and the result are BF16, as in PyTorch's
-`scaled_dot_product_attention`, which also rounds the softmax weights to BF16. Results of the two differ by BF16 rounding.
+`scaled_dot_product_attention`, which also rounds the softmax weights to BF16. The two differ by BF16 rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trace_serve.engine import attention_loops
-from trace_serve.engine.kv import GatheredKV
+from trace_serve.engine.gathered import GatheredKV
 from trace_serve.errors import EngineError, ShapeError
 from trace_serve.recipe import BLOCK
 
@@ -71,7 +71,7 @@ def attend(query: Tensor, keys: Pool, values: Pool, batch: Batch, scaling: float
     _check(query, keys, values, batch, out)
     count = int(batch.starts[-1])
     bad = attention_loops.attend(
-        query.contiguous().view(query.shape[0], -1).view(torch.uint16).numpy(),
+        query.contiguous().flatten(1).view(torch.uint16).numpy(),
         batch.starts,
         batch.lengths,
         batch.rows,
@@ -80,7 +80,7 @@ def attend(query: Tensor, keys: Pool, values: Pool, batch: Batch, scaling: float
         *_arrays(values),
         keys.shape[1],
         np.float32(scaling),
-        out.view(query.shape[0], -1).view(torch.uint16).numpy(),
+        out.flatten(1).view(torch.uint16).numpy(),
     )
     if bad >= 0:
         raise EngineError(
@@ -92,10 +92,9 @@ def attend(query: Tensor, keys: Pool, values: Pool, batch: Batch, scaling: float
 
 
 def _arrays(side: Pool) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8], np.float32]:
-    slots = side.shape[0]
     if isinstance(side, GatheredKV):
-        return side.codes.view(slots, -1).numpy(), side.scales.view(slots, -1).numpy(), np.float32(side.global_scale)
-    return side.view(torch.uint16).view(slots, -1).numpy(), _NO_SCALES, np.float32(1.0)
+        return side.codes.flatten(1).numpy(), side.scales.flatten(1).numpy(), np.float32(side.global_scale)
+    return side.view(torch.uint16).flatten(1).numpy(), _NO_SCALES, np.float32(1.0)
 
 
 def _check(query: Tensor, keys: Pool, values: Pool, batch: Batch, out: Tensor) -> None:

@@ -21,6 +21,7 @@ ROWS = 32
 """Query tokens that share one reading of the keys; bounds the score buffer to 32 * group * context values."""
 
 _ONE = np.int32(1)
+_ZERO = np.float32(0.0)
 _ROUND = np.int32(0x7FFF)
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
@@ -43,8 +44,8 @@ def _value(nibble: Any) -> Any:
 def exponentials(x: Any, scale: Any, top: Any, count: Any) -> None:
     """x[i] = exp(x[i] * scale - top) for i < count, in fp32 within 2 ulp; below exp(-87) it is exp(-87), about 1e-38.
 
-    Range reduction in two parts and a polynomial of degree 5 (S. Moshier, Cephes, expf), without a call, so that the loop
-    becomes vector instructions.
+    Range reduction in two parts and a polynomial of degree 5 (S. Moshier, Cephes, expf), without a call, so that the
+    loop becomes vector instructions.
     """
     for i in range(count):
         v = np.float32(np.float32(x[i] * scale) - top)
@@ -65,7 +66,7 @@ def exponentials(x: Any, scale: Any, top: Any, count: Any) -> None:
 
 @compiled(float32(float32[::1], float32, int64))
 def softmax_numerators(scores: Any, scale: Any, count: Any) -> Any:
-    """Replaces the first `count` scores by exp(score * scale - maximum) and returns their sum; NaN if a score is NaN.
+    """Turns the first `count` scores into exp(score * scale - maximum) and returns their sum; NaN if any is not finite.
 
     The buffer has room up to the next multiple of 16.
     """
@@ -75,7 +76,7 @@ def softmax_numerators(scores: Any, scale: Any, count: Any) -> Any:
         value = np.float32(scores[i] * scale)
         top = value if value > top else top
         unordered = np.int32(unordered | np.int32(value != value))
-    if unordered or top == np.float32(np.inf):
+    if unordered or abs(top) == np.float32(np.inf):
         return np.float32(np.nan)
     exponentials(scores, scale, top, count)
     lanes = np.zeros(16, dtype=np.float32)
@@ -97,32 +98,68 @@ def softmax_numerators(scores: Any, scale: Any, count: Any) -> Any:
 def score_tile(query: Any, keys: Any, out: Any) -> None:
     """out [KEYS] = query [D] . keys [D, KEYS]; D a multiple of 4."""
     for j in range(KEYS):
-        out[j] = np.float32(0.0)
+        out[j] = _ZERO
     for d in range(0, query.size, 4):
         q0, q1, q2, q3 = query[d], query[d + 1], query[d + 2], query[d + 3]
         k0, k1, k2, k3 = keys[d], keys[d + 1], keys[d + 2], keys[d + 3]
         for j in range(KEYS):
-            out[j] = np.float32(
-                np.float32(np.float32(np.float32(out[j] + q0 * k0[j]) + q1 * k1[j]) + q2 * k2[j]) + q3 * k3[j]
-            )
+            out[j] = out[j] + q0 * k0[j] + q1 * k1[j] + q2 * k2[j] + q3 * k3[j]
 
 
-@compiled(types.void(float32[::1], float32[:, ::1], int64, float32[::1]))
-def add_values(weights: Any, values: Any, count: Any, out: Any) -> None:
-    """out [D] += sum over the first `count` tokens, ascending, of weight * values [KEYS, D]."""
-    whole = count - count % 4
-    for t in range(0, whole, 4):
+@compiled(types.void(float32[:, ::1], float32[:, ::1], float32[:, ::1], int64))
+def score_tile_of_four(query: Any, keys: Any, scores: Any, begin: Any) -> None:
+    """`score_tile` of four rows into columns from `begin`: the same sums, with each key loaded once for all four."""
+    a, b = scores[0, begin : begin + KEYS], scores[1, begin : begin + KEYS]
+    c, e = scores[2, begin : begin + KEYS], scores[3, begin : begin + KEYS]
+    for j in range(KEYS):
+        a[j] = b[j] = c[j] = e[j] = _ZERO
+    for d in range(0, query.shape[1], 4):
+        k0, k1, k2, k3 = keys[d], keys[d + 1], keys[d + 2], keys[d + 3]
+        a0, a1, a2, a3 = query[0, d], query[0, d + 1], query[0, d + 2], query[0, d + 3]
+        b0, b1, b2, b3 = query[1, d], query[1, d + 1], query[1, d + 2], query[1, d + 3]
+        c0, c1, c2, c3 = query[2, d], query[2, d + 1], query[2, d + 2], query[2, d + 3]
+        e0, e1, e2, e3 = query[3, d], query[3, d + 1], query[3, d + 2], query[3, d + 3]
+        for j in range(KEYS):
+            x0, x1, x2, x3 = k0[j], k1[j], k2[j], k3[j]
+            a[j] = a[j] + a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
+            b[j] = b[j] + b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
+            c[j] = c[j] + c0 * x0 + c1 * x1 + c2 * x2 + c3 * x3
+            e[j] = e[j] + e0 * x0 + e1 * x1 + e2 * x2 + e3 * x3
+
+
+@compiled(types.void(float32[::1], float32[:, ::1], int64, int64, float32[::1]))
+def add_values(weights: Any, values: Any, first: Any, end: Any, out: Any) -> None:
+    """out [D] += sum over tokens first to end of the tile, ascending, of weight * values [KEYS, D]."""
+    whole = first + (end - first) // 4 * 4
+    for t in range(first, whole, 4):
         p0, p1, p2, p3 = weights[t], weights[t + 1], weights[t + 2], weights[t + 3]
         v0, v1, v2, v3 = values[t], values[t + 1], values[t + 2], values[t + 3]
         for d in range(out.size):
-            out[d] = np.float32(
-                np.float32(np.float32(np.float32(out[d] + p0 * v0[d]) + p1 * v1[d]) + p2 * v2[d]) + p3 * v3[d]
-            )
-    for t in range(whole, count):
+            out[d] = out[d] + p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
+    for t in range(whole, end):
         p0 = weights[t]
         v0 = values[t]
         for d in range(out.size):
-            out[d] = np.float32(out[d] + p0 * v0[d])
+            out[d] = out[d] + p0 * v0[d]
+
+
+@compiled(types.void(float32[:, ::1], int64, float32[:, ::1], int64, float32[:, ::1]))
+def add_values_to_four(scores: Any, begin: Any, values: Any, end: Any, out: Any) -> None:
+    """`add_values` from the tile's first token for four rows, as far as `end`, a multiple of 4."""
+    a, b, c, e = out[0], out[1], out[2], out[3]
+    for t in range(0, end, 4):
+        i = begin + t
+        v0, v1, v2, v3 = values[t], values[t + 1], values[t + 2], values[t + 3]
+        a0, a1, a2, a3 = scores[0, i], scores[0, i + 1], scores[0, i + 2], scores[0, i + 3]
+        b0, b1, b2, b3 = scores[1, i], scores[1, i + 1], scores[1, i + 2], scores[1, i + 3]
+        c0, c1, c2, c3 = scores[2, i], scores[2, i + 1], scores[2, i + 2], scores[2, i + 3]
+        e0, e1, e2, e3 = scores[3, i], scores[3, i + 1], scores[3, i + 2], scores[3, i + 3]
+        for d in range(out.shape[1]):
+            x0, x1, x2, x3 = v0[d], v1[d], v2[d], v3[d]
+            a[d] = a[d] + a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
+            b[d] = b[d] + b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
+            c[d] = c[d] + c0 * x0 + c1 * x1 + c2 * x2 + c3 * x3
+            e[d] = e[d] + e0 * x0 + e1 * x1 + e2 * x2 + e3 * x3
 
 
 _POOL = (uint8[:, ::1], uint16[:, ::1])
@@ -283,10 +320,13 @@ def attend(
                             rows[r * group + g, d] = np.int32(np.int32(source[d]) << np.int32(16)).view(np.float32)
                 for begin in range(0, last, KEYS):
                     load_keys(keys, key_scales, key_global, head, slots[begin : min(begin + KEYS, last)], key_tile)
-                    for r in range(max(0, begin - seen + 1), count):
-                        for g in range(group):
-                            row = r * group + g
-                            score_tile(rows[row], key_tile, scores[row, begin : begin + KEYS])
+                    row = max(0, begin - seen + 1) * group
+                    while row + 4 <= count * group:
+                        score_tile_of_four(rows[row : row + 4], key_tile, scores[row : row + 4], begin)
+                        row += 4
+                    while row < count * group:
+                        score_tile(rows[row], key_tile, scores[row, begin : begin + KEYS])
+                        row += 1
                 for r in range(count):
                     for g in range(group):
                         row = r * group + g
@@ -296,11 +336,16 @@ def attend(
                     load_values(
                         values, value_scales, value_global, head, slots[begin : min(begin + KEYS, last)], value_tile
                     )
-                    for r in range(max(0, begin - seen + 1), count):
-                        for g in range(group):
-                            row = r * group + g
-                            visible = min(KEYS, seen + r - begin)
-                            add_values(scores[row, begin : begin + KEYS], value_tile, visible, sums[row])
+                    row = max(0, begin - seen + 1) * group
+                    while row < count * group:
+                        step, shared = 1, 0
+                        if row + 4 <= count * group:
+                            step, shared = 4, min(KEYS, seen + row // group - begin) // 4 * 4
+                            add_values_to_four(scores[row : row + 4], begin, value_tile, shared, sums[row : row + 4])
+                        for each in range(row, row + step):
+                            visible = min(KEYS, seen + each // group - begin)
+                            add_values(scores[each, begin : begin + KEYS], value_tile, shared, visible, sums[each])
+                        row += step
                 for r in range(count):
                     for g in range(group):
                         h = head * group + g
