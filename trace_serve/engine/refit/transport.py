@@ -50,12 +50,13 @@ def from_request(payloads: Any, load_format: str | None, rank: int) -> NamedTens
     """Opens the payload of one rank of `/update_weights_from_tensor`.
 
     Args:
-        payloads: one serialized list of (name, tensor), or flattened bucket, a rank.
+        payloads: a serialized list of (name, tensor), or flattened bucket: one for all ranks, or one a rank.
         load_format: None or `flattened_bucket`.
         rank: tensor-parallel rank.
 
     Raises:
-        ConfigError: a load format that bypasses the checkpoint loader, fewer payloads than ranks, or other content.
+        ConfigError: a load format that bypasses the checkpoint loader, several payloads but fewer than ranks, or other
+            content.
         EngineError: the payload cannot be opened.
     """
     from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
@@ -63,14 +64,14 @@ def from_request(payloads: Any, load_format: str | None, rank: int) -> NamedTens
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
     _check_format(load_format)
-    if len(payloads) <= rank:
+    if len(payloads) != 1 and len(payloads) <= rank:
         raise ConfigError(
-            f"serialized_named_tensors: got {len(payloads)} payloads, expected one for each of the engine's ranks",
+            f"serialized_named_tensors: got {len(payloads)} payloads, expected one, or one for each rank",
             field="serialized_named_tensors",
         )
     monkey_patch_torch_reductions()
     try:
-        content = MultiprocessingSerializer.deserialize(payloads[rank])
+        content = MultiprocessingSerializer.deserialize(payloads[rank if len(payloads) > 1 else 0])
     except Exception as exc:
         hint = f"; {_SHARING}" if isinstance(exc, OSError | EOFError | ProcessError) else ""
         raise EngineError(
