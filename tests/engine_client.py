@@ -22,7 +22,7 @@ Options = str | dict[str, Any]
 def body(prompt: list[int], *, new: int = 6, hints: Options | None = "inline", **extra: Any) -> dict[str, Any]:
     """A greedy request of `/generate`; keys of `extra` that are sampling parameters go there."""
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
-    for key in ("n", "temperature"):
+    for key in ("n", "temperature", "ignore_eos"):
         if key in extra:
             sampling[key] = extra.pop(key)
     if hints is not None:

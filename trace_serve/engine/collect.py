@@ -149,7 +149,7 @@ def _send(hints: wire.HintFile, collected: Collected) -> dict[str, Any]:
         encode=lambda: wire.to_bytes(hints, scale=options.scale),
         size_hint=size,
     )
-    receipt = engine.sinks.submit(job)
+    receipt = engine.send_hints(job)
     sent = {"status": receipt.status, "uri": receipt.uri}
     return {**sent, "reason": receipt.reason} if receipt.reason else sent
 

@@ -340,7 +340,7 @@ class EngineProcess:
             return
         telemetry = Telemetry(self._run_dir.name)
         end = time.monotonic() + timeout_s
-        while telemetry.get("hints_pending") and self.poll() is None and time.monotonic() < end:
+        while telemetry.hints_pending and self.poll() is None and time.monotonic() < end:
             time.sleep(_POLL_S / 5)
 
     def __enter__(self) -> EngineProcess:

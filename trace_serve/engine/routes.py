@@ -50,7 +50,7 @@ def install(app: Any, scheduler_infos: list[dict[str, Any]]) -> None:
                 "failed": telemetry.get("hint_failures"),
                 "dropped": telemetry.get("hints_dropped"),
                 "expired": telemetry.get("hints_expired"),
-                "pending": telemetry.get("hints_pending"),
+                "pending": telemetry.hints_pending,
             },
             "weights": weights(),
             "ready": beat["alive"] and not beat["quarantined"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ from trace_serve.kernels import RecipeKernels, kernels_for
 
 if TYPE_CHECKING:
     from trace_serve.engine.refit.core import Refit
-    from trace_serve.hints.sinks import AllowedTargets, SinkEvent, SinkQueue
+    from trace_serve.hints.sinks import AllowedTargets, Job, Receipt, SinkEvent, SinkQueue
     from trace_serve.hints.slots import ExpertSlots, SlotPasses
 
 
@@ -52,7 +51,6 @@ class EngineState:
         self.refit: Refit | None = None
         self.weight_version = 0
         self.version_labels: dict[int, str] = {}
-        self._sink_lock = threading.Lock()
 
     def begin_forward(self, locations: Tensor | None) -> None:
         """Announces a forward pass that will write the given KV slots."""
@@ -113,17 +111,22 @@ class EngineState:
             dir_max_bytes=spec.hint_dir_bytes,
         )
 
+    def send_hints(self, job: Job) -> Receipt:
+        """Queues one request's hints; never waits."""
+        receipt = self.sinks.submit(job)
+        if receipt.status == "queued":
+            self.telemetry.add("hints_queued", 1)
+        return receipt
+
     def _count_sink_event(self, event: SinkEvent) -> None:
         counters = {
-            "written": "hint_files",
-            "failed": "hint_failures",
-            "dropped": "hints_dropped",
-            "expired": "hints_expired",
+            "written": ("hint_files", "hints_settled"),
+            "failed": ("hint_failures", "hints_settled"),
+            "dropped": ("hints_dropped",),
+            "expired": ("hints_expired",),
         }
-        with self._sink_lock:
-            if event.kind in counters:
-                self.telemetry.add(counters[event.kind], event.count)
-            self.telemetry.put("hints_pending", self.sinks.stats().pending_items)
+        for name in counters.get(event.kind, ()):
+            self.telemetry.add(name, event.count)
 
     def flush_counters(self) -> None:
         """Moves the incident counts of the kernels to the shared telemetry."""

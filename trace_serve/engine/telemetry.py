@@ -7,6 +7,7 @@ frozen scheduler is seen as frozen.
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from pathlib import Path
 
@@ -22,7 +23,8 @@ _FIELDS = (
     "hint_failures",
     "hints_dropped",
     "hints_expired",
-    "hints_pending",
+    "hints_queued",
+    "hints_settled",
     "capture_mismatches",
     "weight_updates",
     "refit_session",
@@ -49,19 +51,31 @@ class Telemetry:
         with path.open("r+b") as handle:
             self._map = mmap.mmap(handle.fileno(), size)
         self._values = np.frombuffer(self._map, dtype=np.int64)
+        self._adding = threading.Lock()
 
     def beat(self) -> None:
         """Records that the scheduler is alive now."""
         self._values[0] = time.monotonic_ns()
 
     def add(self, name: str, count: int) -> None:
-        self._values[_FIELDS.index(name)] += count
+        """Adds to a counter; any thread of the writing process."""
+        with self._adding:
+            self._values[_FIELDS.index(name)] += count
+
+    def put(self, name: str, value: int) -> None:
+        """Sets a field that is a state, not a count."""
+        self._values[_FIELDS.index(name)] = value
 
     def put(self, name: str, value: int) -> None:
         self._values[_FIELDS.index(name)] = value
 
     def get(self, name: str) -> int:
         return int(self._values[_FIELDS.index(name)])
+
+    @property
+    def hints_pending(self) -> int:
+        """Hints that were queued for a sink and are neither written nor lost yet."""
+        return self.get("hints_queued") - self.get("hints_settled")
 
     def age_s(self) -> float | None:
         """Seconds since the last sign of life, or None before the first one. The clock is shared by all processes."""

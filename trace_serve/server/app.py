@@ -100,7 +100,8 @@ def create_app(
         choice = request.query_params.get("choice")
         if choice is not None and choice not in map(str, range(MAX_CHOICES)):
             raise bad_request(f"choice: got {choice[:20]!r}, expected 0 to {MAX_CHOICES - 1}", param="choice")
-        path = await hint_files.find(settings.hint_dir, rollout_id if choice is None else hint_files.choice_name(rollout_id, int(choice)))
+        name = rollout_id if choice is None else hint_files.choice_name(rollout_id, int(choice))
+        path = await hint_files.find(settings.hint_dir, name)
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
     @app.get("/trace/report")
