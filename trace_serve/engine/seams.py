@@ -83,7 +83,7 @@ def _patches() -> list[SeamStatus]:
     ]
 
 
-_REGISTRIES: tuple[tuple[str, str, type, str], ...] = (
+REGISTRIES: tuple[tuple[str, str, type, str], ...] = (
     ("quantization-methods", "sglang.srt.layers.quantization.QUANTIZATION_METHODS", dict, "experts stay BF16"),
     ("quantization-methods-cpu", "sglang.srt.layers.quantization.CPU_QUANTIZATION_METHODS", dict, "experts stay BF16"),
     ("quantization-choices", "sglang.srt.arg_groups.choices.QUANTIZATION_CHOICES", list, "the flag is refused"),
@@ -126,7 +126,7 @@ def check_all() -> list[SeamStatus]:
         ),
         *(
             _status(name, "registry", target, partial(_is_a, target, kind), why)
-            for name, target, kind, why in _REGISTRIES
+            for name, target, kind, why in REGISTRIES
         ),
     ]
 
@@ -140,7 +140,7 @@ def check_process() -> list[SeamStatus]:
             _status(hook.name, "hook", hook.target, partial(_hook_applied, hook.target), hook.why)
             for hook in hooks.HOOKS
         ),
-        *(_status(name, "registry", target, partial(_holds_ours, target), why) for name, target, _, why in _REGISTRIES),
+        *(_status(name, "registry", target, partial(_holds_ours, target), why) for name, target, _, why in REGISTRIES),
     ]
     broken = {status.name: status for status in live if not status.ok}
     return [broken.get(status.name, status) for status in check_all()]
@@ -172,7 +172,7 @@ def declared() -> list[dict[str, Any]]:
         ),
         *(
             {"name": name, "kind": "registry", "target": target, "parameters": None, "type": kind.__name__, "why": why}
-            for name, target, kind, why in _REGISTRIES
+            for name, target, kind, why in REGISTRIES
         ),
     ]
 
