@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_model
+import engine_models_hf
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,8 @@ from trace_serve.policy import Policy, build_policy
 from trace_serve.recipe import PRESETS, Recipe
 
 pytestmark = pytest.mark.engine
+
+START_TIMEOUT_S = 400.0
 
 FORMATS = ("bf16", "modelopt", "compressed-tensors")
 FOUR_OVER_SIX = Recipe(four_over_six="weights", global_scale_max=256.0)
@@ -69,7 +72,7 @@ def rollouts(engine: EngineProcess) -> list[Rollout]:
 def running(policy: Path, recipe: Recipe, log: Path) -> Iterator[EngineProcess]:
     config = EngineConfig(model=policy, recipe=recipe, log_path=log, max_total_tokens=2048, chunked_prefill_size=64)
     with EngineProcess(config) as engine:
-        engine.wait_ready(240)
+        engine.wait_ready(START_TIMEOUT_S)
         yield engine
 
 
@@ -186,7 +189,7 @@ def test_damaged_scales_stop_the_start_and_are_named(policies: dict[str, Policy]
     engine = EngineProcess(EngineConfig(model=damaged, recipe=FOUR_OVER_SIX, log_path=tmp_path / "log"))
     engine.start()
     with pytest.raises(EngineError, match=DAMAGED.replace(".", r"\.")):
-        engine.wait_ready(240)
+        engine.wait_ready(START_TIMEOUT_S)
     assert engine.poll() is not None
 
 
@@ -214,3 +217,15 @@ def test_a_modelopt_checkpoint_equals_the_default_policy(
     policy = build_policy(engine_model, tmp_path / "p", name="tiny", version="1", recipe=Recipe(), weights="modelopt")
     with running(policy.path, policy.recipe, tmp_path / "log") as engine:
         assert rollouts(engine) == rollouts(fp4_engine)
+
+
+def test_names_of_qwen3_moe_are_read_and_round_to_its_bf16_weights(tmp_path: Path) -> None:
+    source = engine_models_hf.write_model("qwen3_moe", tmp_path / "model")
+    plain, packed = (
+        build_policy(source, tmp_path / weights, name="q", version="1", recipe=FOUR_OVER_SIX, weights=weights)
+        for weights in ("bf16", "compressed-tensors")
+    )
+    with running(packed.path, FOUR_OVER_SIX, tmp_path / "log") as engine:
+        first = rollouts(engine)
+        assert refit(engine, plain.path)["success"]
+        assert rollouts(engine) == first
