@@ -115,8 +115,6 @@ def verified_start(
     Raises:
         SeamError: a process is not what it should be.
     """
-    from sglang.srt.entrypoints import http_server
-
     from trace_serve.engine import routes
 
     loaded = scheduler_infos[0].get(report.KEY)
@@ -125,6 +123,8 @@ def verified_start(
     if not _detokenizers:
         raise SeamError("seam detokenizers: no detokenizer was seen starting; run `trace-serve doctor`")
     _await(_detokenizers)
+    from sglang.srt.entrypoints import http_server
+
     state.get().layers = loaded["hints"]["layers_total"]
     routes.install(http_server.app, scheduler_infos)
     return original(server_args, tokenizer_manager, template_manager, port_args, scheduler_infos, *args, **kwargs)
