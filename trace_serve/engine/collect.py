@@ -169,7 +169,7 @@ def _hint_file(req: Any, collected: Collected) -> wire.HintFile:
         token_ids=token_ids,
         sites=sites,
         recipe_id=engine.spec.recipe.recipe_id,
-        model_digest=engine.spec.policy_digest,
+        model_digest=engine.model_digest,
         weight_versions=_spans(joined.versions),
         first_token=first,
         logprobs=_logprobs(req, first, len(joined)) if options.logprobs else None,

@@ -78,6 +78,11 @@ class EngineState:
             return
         kept.store(layer, self.locations, quantized, self.pass_number)
 
+    @property
+    def model_digest(self) -> str:
+        """Digest of the directory that the weights were read from; empty for weights that a trainer sent."""
+        return self.spec.policy_digest if self.refit is None else self.refit.versions.digests[-1]
+
     def version_label(self, version: int) -> str:
         """The trainer's name of a weight version, or SGLang's current one where none was given."""
         from sglang.srt.runtime_context import get_serving
