@@ -66,9 +66,6 @@ class Telemetry:
         """Sets a field that is a state, not a count."""
         self._values[_FIELDS.index(name)] = value
 
-    def put(self, name: str, value: int) -> None:
-        self._values[_FIELDS.index(name)] = value
-
     def get(self, name: str) -> int:
         return int(self._values[_FIELDS.index(name)])
 
