@@ -26,6 +26,7 @@ from trace_serve.engine.architectures import Architecture
 from trace_serve.engine.telemetry import Telemetry
 from trace_serve.errors import ConfigError, EngineError, SeamError, TraceServeError
 from trace_serve.hints.options import HintOptions
+from trace_serve.hints.sinks import remove_stale
 from trace_serve.policy.digest import digest_directory
 from trace_serve.policy.packed import check_directory
 from trace_serve.policy.tokenizer import chat_template_digest, tokenizer_digest
@@ -332,6 +333,9 @@ class EngineProcess:
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s)
+            if self.config.hint_shm:
+                # A killed engine cannot remove its own; one whose processes are still ending is left to the next engine.
+                remove_stale()
         if self._run_dir is not None:
             self._run_dir.cleanup()
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -249,6 +250,25 @@ def test_a_callback_that_raises_does_not_stop_the_writer(tmp_path: Path) -> None
     second = queue.submit(make_job("b", "file", b"2"))
     assert [fetch(receipt.uri, timeout_s=WAIT_S) for receipt in (first, second)] == [b"1", b"2"]
     queue.close()
+
+
+def test_outcomes_of_both_writers_are_told_one_after_the_other(tmp_path: Path) -> None:
+    at_once, most = 0, 0
+
+    def callback(event: SinkEvent) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.002)
+        at_once -= 1
+
+    queue = make_queue(tmp_path, "memory://told", recorder=callback)
+    for i in range(20):
+        queue.submit(make_job(f"r{i}", "file"))
+        queue.submit(make_job(f"r{i}", "memory://told"))
+    assert queue.close(WAIT_S) == 0
+    assert queue.stats().written == 40
+    assert most == 1
 
 
 _FORK = """

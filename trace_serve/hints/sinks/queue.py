@@ -115,8 +115,8 @@ class SinkQueue:
         allowed: what the operator allows.
         max_items: jobs that are not finished.
         max_bytes: their size hints together.
-        on_event: called once for each outcome, `dropped` in the submitting thread and the others in a writer's; has to
-            be quick. What it raises is logged.
+        on_event: called once for each outcome, `dropped` in the submitting thread and the others in a writer's, never
+            twice at once; has to be quick. What it raises is logged.
         run_id: names the engine in `shm://` URIs; None takes a random one.
         shm_max_bytes: all hints in shared memory together.
         shm_root: where shared memory is mounted.
@@ -159,14 +159,14 @@ class SinkQueue:
             idle_every_s=janitor_every_s,
         )
         self._remote: Lane[_Task] = Lane("hint-sinks-remote", self._write, max_items=max_items, max_bytes=max_bytes)
-        self._counting = threading.Lock()
+        self._counting, self._telling = threading.Lock(), threading.Lock()
         self._counts = SinkStats()
         self._space: shared.SharedSpace | None = None
         _reset_after_fork(self)
 
     def _after_fork(self) -> None:
         """In a forked child: threads, jobs and shared memory are the parent's, and any lock may be held for ever."""
-        self._counting = threading.Lock()
+        self._counting, self._telling = threading.Lock(), threading.Lock()
         self._counts = SinkStats()
         if self._space is not None:
             self._space = None
@@ -290,7 +290,8 @@ class SinkQueue:
         if event.kind == "written":
             self._count("bytes_written", event.bytes)
         try:
-            self._on_event(event)
+            with self._telling:
+                self._on_event(event)
         except Exception:
             logger.exception("on_event failed for %s", event)
 
