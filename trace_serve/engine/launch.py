@@ -334,7 +334,7 @@ class EngineProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s)
             if self.config.hint_shm:
-                # A killed engine cannot remove its own; one whose processes are still ending is left to the next engine.
+                # A killed engine cannot remove its own; what a process on its way out holds is left to the next one.
                 remove_stale()
         if self._run_dir is not None:
             self._run_dir.cleanup()
