@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 
-from trace_serve.engine import spec
+from trace_serve.engine import spec, startup
 from trace_serve.errors import SeamError, TraceServeError
 
 _PARENT_POLL_S = 1.0
@@ -34,17 +34,23 @@ def _run(argv: list[str]) -> None:
     if engine_spec is None:
         raise SeamError(f"{spec.ENV} is not set; start engines with trace_serve.engine.launch")
     _exit_with_parent(engine_spec.parent_pid)
+    startup.mark("python")
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from trace_serve.engine import seams, start
+    startup.mark("plugin and the modules it hooks")
+    from trace_serve.engine import refusals, seams, start
 
     seams.require(seams.check_process())
+    startup.mark("seams")
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
     server_args = prepare_server_args(argv)
+    startup.mark("arguments")
     start.refuse_unverified(server_args)
+    if not engine_spec.recipe.is_bf16:
+        refusals.refuse(server_args)
     run_server(server_args)
 
 
