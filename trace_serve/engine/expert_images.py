@@ -1,8 +1,8 @@
 """Which expert weights came from a packed checkpoint, so that they are not rounded a second time.
 
-Rounding is not idempotent under every recipe (4over6 may choose the other scale for values that are on a grid already).
-Weights are told by content: an image handed to the model's loader is remembered by the fingerprints of the slices that
-the loader may cut from it, one a tensor-parallel rank.
+Rounding is not idempotent: a block whose scale is subnormal can become zero the second time. Weights are told by
+content: an image handed to the model's loader is remembered by the fingerprints of the slices that the loader may cut
+from it, one a tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from trace_serve.policy.layouts import BF16
 
 _known: set[int] = set()
 _format = BF16
+_generation = 0
 
 
 def fingerprint(part: Tensor) -> int:
@@ -22,8 +23,20 @@ def fingerprint(part: Tensor) -> int:
     return hash(part.contiguous().view(torch.uint8).numpy().tobytes())
 
 
+def begin(weights: str) -> None:
+    """Starts a whole checkpoint of a format (`policy.layouts.FORMATS`): its images are the only ones."""
+    global _generation
+    forget(weights)
+    _generation += 1
+
+
+def generation() -> int:
+    """Counts the checkpoints; what a layer held before the last one is not there any more, even if it looks alike."""
+    return _generation
+
+
 def forget(weights: str = BF16) -> None:
-    """Starts a new checkpoint of a format (`policy.layouts.FORMATS`): its images are the only ones."""
+    """Nothing that is loaded from here on is an image."""
     global _format
     _known.clear()
     _format = weights

@@ -17,28 +17,31 @@ def quantize(layer: Any) -> None:
 
     SGLang calls this again after every weight update, for layers that the update did not touch too. An image is
     told from freshly loaded weights by its fingerprint, so that nothing is rotated or rounded twice. What came from a
-    packed checkpoint is an image already.
+    packed checkpoint is an image already. After a whole checkpoint everything is freshly loaded.
 
     Raises:
         EngineError: not on a CPU, or an update replaced the gate but not the up projection or the reverse.
     """
     engine = state.get()
+    if layer.__dict__.get("_trace_generation") != expert_images.generation():
+        layer.__dict__.update(_trace_generation=expert_images.generation(), _trace_w13_weight={}, _trace_w2_weight={})
     for name in ("w13_weight", "w2_weight"):
         weight = getattr(layer, name).data
         if weight.device.type != "cpu":
             raise EngineError(f"trace_nvfp4 experts run on the CPU engine in this version, got device {weight.device}")
         parts = 2 if name == "w13_weight" else 1
-        known: dict[int, tuple[int, ...]] = layer.__dict__.setdefault(f"_trace_{name}", {})
+        known: dict[int, tuple[int, ...]] = layer.__dict__[f"_trace_{name}"]
         for expert in range(weight.shape[0]):
             rows = weight[expert]
             found = _fingerprint(rows, parts)
             fresh = [a != b for a, b in zip(found, known.get(expert, (0,) * parts), strict=True)]
             if not any(fresh):
                 continue
-            if all(expert_images.holds(part) or not is_fresh for part, is_fresh in zip(found, fresh, strict=True)):
+            images = [expert_images.holds(part) for part, is_fresh in zip(found, fresh, strict=True) if is_fresh]
+            if all(images):
                 known[expert] = found
                 continue
-            if not all(fresh):
+            if any(images) or not all(fresh):
                 raise EngineError(
                     f"layer {layer.layer_id} expert {expert}: the update replaced only one of gate and up, which "
                     "share a global scale; send both"

@@ -29,7 +29,6 @@ START_TIMEOUT_S = 400.0
 
 FORMATS = ("bf16", "modelopt", "compressed-tensors")
 FOUR_OVER_SIX = Recipe(four_over_six="weights", global_scale_max=256.0)
-"""Rounding twice is not rounding once under 4over6, so an image that is rounded again shows."""
 PROMPTS = (engine_model.token_ids(11, 40), engine_model.token_ids(12, 9))
 DAMAGED = "model.layers.2.block_sparse_moe.experts.1.w2.weight_scale"
 

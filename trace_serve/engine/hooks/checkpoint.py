@@ -10,6 +10,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from trace_serve.engine import expert_images, state
 from trace_serve.engine.hooks.base import Hook
+from trace_serve.policy.layouts import BF16
 
 
 def _weights(original: Callable[..., Any], self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -21,10 +22,9 @@ def _weights(original: Callable[..., Any], self: Any, source: Any, *args: Any, *
         return original(self, source, *args, **kwargs)
     checkpoint = open_checkpoint(directory, recipe)
     tensors = original(self, source, *args, **kwargs)
+    expert_images.begin(BF16 if checkpoint is None else checkpoint.declared.layout.name)
     if checkpoint is None:
-        expert_images.forget()
         return tensors
-    expert_images.forget(checkpoint.declared.layout.name)
     return checkpoint.expand(tensors, expert_images.remember)
 
 
