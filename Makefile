@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format bench bench-kernels bench-gpu doctor clean
+.PHONY: help install quickstart test lint format bench bench-kernels bench-engine bench-gpu doctor clean
 
 help:
 	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
@@ -25,6 +25,7 @@ help:
 	@echo 'make lint        formatting, ruff and mypy; make format mends the first'
 	@echo 'make bench       load the server at HOST=$(HOST) with locust'
 	@echo 'make bench-kernels  NVFP4 quantization on this CPU beside public packers and a memory copy'
+	@echo 'make bench-engine   BF16 and FP4 engines in turns: tokens a second, hints, memory, start (BENCH_ARGS=...)'
 	@echo 'make bench-gpu   bandwidth of the Triton kernels on a card'
 	@echo 'make doctor      check the installation'
 	@echo 'make install     only the set-up'
@@ -54,6 +55,9 @@ bench: $(INSTALLED)
 
 bench-kernels: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_kernels.py
+
+bench-engine: install
+	$(BIN)/python benchmarks/bench_engine.py $(BENCH_ARGS)
 
 bench-gpu: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_gpu.py

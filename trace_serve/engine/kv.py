@@ -152,10 +152,11 @@ class TraceNvFp4KVMethod(KVCacheQuantMethodBase):
 
     def bytes_per_token(self) -> int:
         """Bytes a token that the allocated buffers take."""
-        tensors = [
-            t for layer in self.layers for t in (layer.k, layer.v, layer.k_scales, layer.v_scales) if t is not None
-        ]
-        return sum(t.nbytes // t.shape[0] for t in tensors)
+        return sum(t.nbytes // t.shape[0] for t in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Every buffer of the pool: codes, or BF16 values, and block scales."""
+        return [t for layer in self.layers for t in (layer.k, layer.v, layer.k_scales, layer.v_scales) if t is not None]
 
 
 def method_of(pool: Any) -> TraceNvFp4KVMethod | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
-from trace_serve.engine import expert_images, state
+from trace_serve.engine import expert_images, memory, startup, state
 from trace_serve.errors import SeamError
 from trace_serve.hints.options import layers_of
 
@@ -37,6 +37,8 @@ def from_scheduler(scheduler: Any) -> dict[str, Any]:
         "experts": {key: value for key, value in experts.items() if key != "quantized"},
         "kv": kv,
         "hints": _hints(kv),
+        "memory": _memory(runner, experts["quantized"]),
+        "startup": startup.of_scheduler(scheduler),
         "context_length": runner.model_config.context_len,
         "vocab_size": runner.model_config.vocab_size,
         "max_total_num_tokens": scheduler.max_total_num_tokens,
@@ -85,6 +87,17 @@ def _kv(pool: Any) -> dict[str, Any]:
         "bytes_per_token": method.bytes_per_token(),
         "backend": state.get().kernels.name,
     }
+
+
+def _memory(runner: Any, quantized: dict[int, Any]) -> dict[str, int]:
+    from trace_serve.engine.kv import attention_pool, method_of
+
+    pool = runner.token_to_kv_pool
+    method = method_of(pool)
+    inner = attention_pool(pool)
+    stored = (*inner.k_buffer, *inner.v_buffer) if method is None else method.tensors()
+    kept = state.get().expert_slots.values()
+    return memory.of_engine(runner.model, quantized, sum(t.nbytes for t in stored), sum(slots.nbytes for slots in kept))
 
 
 def _check(model: Any, pool: Any, experts: dict[str, Any], kv: dict[str, Any]) -> None:

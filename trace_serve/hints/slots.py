@@ -80,6 +80,11 @@ class ExpertSlots:
         self._global_log2 = torch.zeros(len(layers), slots, groups, dtype=torch.int8)
         self._pass = torch.full((len(layers), slots), NEVER_WRITTEN, dtype=torch.int64)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(held.nbytes for held in (self._bits, self._scales, self._global_log2, self._pass))
+
     def store(self, layer: int, slots: Tensor, quantized: Quantized, number: int) -> None:
         """Writes the rows of one forward pass.
 

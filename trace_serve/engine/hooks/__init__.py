@@ -6,7 +6,18 @@ and layers that are not ours.
 
 from __future__ import annotations
 
-from trace_serve.engine.hooks import attention, checkpoint, hints, kv, linear_attention, openai, refit, scheduler, start
+from trace_serve.engine.hooks import (
+    attention,
+    checkpoint,
+    hints,
+    kv,
+    linear_attention,
+    openai,
+    ranks,
+    refit,
+    scheduler,
+    start,
+)
 from trace_serve.engine.hooks.base import Hook
 
 HOOKS: tuple[Hook, ...] = (
@@ -19,6 +30,7 @@ HOOKS: tuple[Hook, ...] = (
     *hints.HOOKS,
     *openai.HOOKS,
     *refit.HOOKS,
+    *ranks.HOOKS,
 )
 
 __all__ = ["HOOKS", "Hook"]
