@@ -30,7 +30,8 @@ def admit(request: Any, prompt_tokens: int | None) -> None:
         return
     wanted = custom[FIELD]
     try:
-        options = _checked(wanted, str(request.rid), prompt_tokens)
+        beams = (params.get("beam_width") or 1) != 1
+        options = _checked(wanted, str(request.rid), prompt_tokens, beams=beams)
     except ConfigError as exc:
         raise ValueError(f"custom_params.{exc}" if str(exc).startswith(FIELD) else str(exc)) from exc
     fields = {name: getattr(options, name) for name in HintOptions.__dataclass_fields__}
@@ -38,7 +39,7 @@ def admit(request: Any, prompt_tokens: int | None) -> None:
     request.sampling_params = {**params, "custom_params": {**custom, FIELD: {**fields, "name": str(request.rid)}}}
 
 
-def _checked(wanted: Any, name: str, prompt_tokens: int | None) -> HintOptions:
+def _checked(wanted: Any, name: str, prompt_tokens: int | None, *, beams: bool) -> HintOptions:
     engine = state.get()
     engine_spec = engine.spec
     if not engine_spec.recipe.has_hints:
@@ -54,6 +55,10 @@ def _checked(wanted: Any, name: str, prompt_tokens: int | None) -> HintOptions:
         )
     if isinstance(options.layers, tuple) and engine.layers:
         layers_of(options.layers, engine.layers)
+    if beams:
+        raise ConfigError(
+            f"{FIELD}: hints belong to one sequence, and beam search has no such rows; leave out beam_width"
+        )
     if prompt_tokens is None:
         raise ConfigError(f"{FIELD}: hints need a prompt of token ids or text, not of embeddings")
     if options.first_token > prompt_tokens:

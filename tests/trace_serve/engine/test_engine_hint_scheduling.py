@@ -248,6 +248,15 @@ def test_a_bad_option_is_refused_by_name_and_the_next_request_works(
     assert decoded(generate(fp4_engine, prompt)).rows == len(prompt) + 5
 
 
+def test_beam_search_has_no_hints(fp4_engine: EngineProcess) -> None:
+    request = body(engine_model.token_ids(32, 6))
+    request["sampling_params"]["beam_width"] = 2
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        fp4_engine.request("/generate", request)
+    assert refused.value.code == 400
+    assert "beam_width" in refused.value.read().decode()
+
+
 def test_a_request_that_is_aborted_keeps_the_rows_that_ran(fp4_engine: EngineProcess) -> None:
     prompt = engine_model.token_ids(28, 12)
     answers: list[dict[str, Any]] = []
