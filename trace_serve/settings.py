@@ -12,6 +12,7 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from trace_serve.errors import ConfigError
+from trace_serve.hints.options import HintOptions, from_settings
 
 Mode = Literal["rollout", "production"]
 
@@ -31,6 +32,13 @@ class Settings(BaseSettings):
     public_key: Path | None = Field(None, description="pinned public key (PEM) that the verdict must verify against")
     hint_dir: Path | None = Field(
         None, description="where the engine writes hint files; rollout mode makes a temporary one, production has none"
+    )
+    hint_sites: str = Field("experts_in,k,v", description="sites the engine keeps, separated by commas")
+    hint_layers: str = Field("all", description="layers whose hints are kept: all, deeper-half, or indices as in 3,4,5")
+    hint_scale: str = Field("lsb", description="how much of a block scale hints carry: lsb, byte or none")
+    hint_ttl_s: float | None = Field(86400.0, gt=0, description="age at which a hint file is removed")
+    hint_dir_max_bytes: int | None = Field(
+        1 << 36, ge=1 << 20, description="the oldest hint files are removed while all of them are larger than this"
     )
     engine_log: Path | None = Field(None, description="file for the engine's output")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -74,6 +82,15 @@ class Settings(BaseSettings):
 
     drain_s: float = Field(25.0, ge=0, le=3600, description="after SIGTERM, how long running requests may finish")
     exit_with_parent: bool = Field(False, description="stop when the process that started the server is gone")
+
+    @property
+    def hints(self) -> HintOptions:
+        """Sites and layers that the engine keeps, and what a request gets.
+
+        Raises:
+            ConfigError: naming the setting.
+        """
+        return from_settings(self.hint_sites, self.hint_layers, self.hint_scale)
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
