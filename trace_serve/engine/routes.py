@@ -13,7 +13,7 @@ from trace_serve.engine.refit import status
 
 
 def heartbeat() -> dict[str, Any]:
-    """Age of the scheduler's last sign of life in seconds, whether it is below the limit, and whether weights are mixed."""
+    """Age of the scheduler's last sign of life in seconds, whether it is below the limit, whether weights are mixed."""
     engine = state.get()
     age = engine.telemetry.age_s()
     limit = engine.spec.stall_limit_s
