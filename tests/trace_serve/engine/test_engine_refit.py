@@ -70,13 +70,15 @@ def load(engine: EngineProcess, path: Path) -> tuple[bool, str]:
 
 
 def assert_refuses_to_generate(engine: EngineProcess, reason: str) -> None:
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        client.generate(engine)
-    with refused.value as error:
-        assert error.code == 503
-        text = error.read().decode()
-    assert "quarantined" in text
-    assert reason in text
+    for path, prompt in (("/generate", {"input_ids": [5, 6]}), ("/v1/completions", {"prompt": "ab", "model": "tiny"})):
+        for stream in (False, True):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                engine.request(path, {**prompt, "stream": stream})
+            with refused.value as error:
+                assert error.code == 503
+                text = error.read().decode()
+            assert "quarantined" in text
+            assert reason in text
     assert reason in client.weights(engine)["quarantined"]
     assert engine.request("/trace/heartbeat")["quarantined"]
     assert not engine.request("/trace/report")["ready"]

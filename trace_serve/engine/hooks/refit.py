@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,20 @@ def _spans(result: object, meta_info: dict[str, Any], spans: Any, num_output_tok
     front.add_spans(meta_info, num_output_tokens)
 
 
+def _front_generate(*args: Any, **kwargs: Any) -> None:
+    front.refuse()
+
+
+async def _front_openai(original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuses before the headers of a stream are sent, where SGLang's own handling would make it a 400."""
+    reason = front.quarantine()
+    if reason is not None:
+        return self.create_error_response(
+            reason, err_type="ServiceUnavailable", status_code=int(HTTPStatus.SERVICE_UNAVAILABLE)
+        )
+    return await original(self, *args, **kwargs)
+
+
 def _front_begin(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     return front.begin(original, self, *args, *kwargs.values())
 
@@ -275,6 +290,20 @@ HOOKS: tuple[Hook, ...] = (
         _spans,
         "no version spans",
         ("meta_info", "spans", "num_output_tokens"),
+    ),
+    Hook(
+        "front-generate",
+        "sglang.srt.entrypoints.http_server.serve_generate_request",
+        _BEFORE,
+        _front_generate,
+        "a stream in quarantine breaks off instead of a 503",
+    ),
+    Hook(
+        "front-openai",
+        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
+        _AROUND,
+        _front_openai,
+        "a stream in quarantine is a 400",
     ),
     Hook("front-begin", f"{_TOKENIZER}.begin_weight_update", _AROUND, _front_begin, "requests and session deadlock"),
     Hook("front-end", f"{_TOKENIZER}.end_weight_update", _AROUND, _front_end, "requests wait for ever"),

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
+from fastapi import HTTPException
+
 from trace_serve.engine import state
 from trace_serve.engine.refit import status
 from trace_serve.engine.refit.staleness import CARRIER, META_KEY
@@ -21,20 +23,34 @@ _HELD = "_trace_refit_held"
 _WATCHER = "_trace_refit_watcher"
 
 
+class Quarantined(HTTPException, ValueError):
+    """HTTP 503; a ValueError too, which is what SGLang turns into the error event of a stream that has begun."""
+
+
+def refuse() -> None:
+    """Raises:
+    Quarantined: the engine does not generate.
+    """
+    if (reason := quarantine()) is not None:
+        raise Quarantined(status_code=HTTPStatus.SERVICE_UNAVAILABLE, detail=reason)
+
+
+def quarantine() -> str | None:
+    """Why the engine refuses to generate; None while it serves."""
+    engine = state.get()
+    if not engine.telemetry.get("quarantined"):
+        return None
+    return f"engine is quarantined: {status.read(engine.spec.run_dir).quarantined}; send a full weight update"
+
+
 def validate(obj: Any) -> None:
     """Refuses a request before it is sent to the scheduler.
 
     Raises:
-        HTTPException: 503, the engine is quarantined.
+        Quarantined: the engine does not generate.
         ValueError: a bad `max_version_diff`; SGLang turns it into a 400.
     """
-    engine = state.get()
-    if engine.telemetry.get("quarantined"):
-        from fastapi import HTTPException
-
-        reason = status.read(engine.spec.run_dir).quarantined
-        detail = f"engine is quarantined: {reason}; send a full weight update"
-        raise HTTPException(status_code=HTTPStatus.SERVICE_UNAVAILABLE, detail=detail)
+    refuse()
     params = getattr(obj, "sampling_params", None)
     custom = params.get("custom_params") if isinstance(params, dict) else None
     if isinstance(custom, dict) and custom.get(LIMIT_FIELD) is not None:
