@@ -21,6 +21,11 @@ FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 _FRACTION_AND_BIAS = {E4M3_MAX: (0x280000, 127 + 11), 256.0: (0x400000, 127 + 10)}
 
 
+def pow2_fraction_and_bias(scale_max: float) -> tuple[int, int]:
+    """Mantissa bits of 6 * scale_max, and what to take from the exponent bits of a maximum, as `pow2_exponent` does."""
+    return _FRACTION_AND_BIAS[scale_max]
+
+
 def pow2_exponent(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
     """ceil(log2(amax / (6 * scale_max))) from the bits of `amax`, clamped to [MIN_EXPONENT, MAX_EXPONENT].
 
@@ -31,7 +36,7 @@ def pow2_exponent(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
     Returns:
         int32, the shape of `amax`.
     """
-    fraction, bias = _FRACTION_AND_BIAS[scale_max]
+    fraction, bias = pow2_fraction_and_bias(scale_max)
     bits = amax.to(torch.float32).contiguous().view(torch.int32)
     above = (bits & 0x7FFFFF) > fraction
     exponent = ((bits >> 23) - bias + above).clamp(MIN_EXPONENT, MAX_EXPONENT)

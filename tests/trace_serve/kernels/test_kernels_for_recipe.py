@@ -87,9 +87,11 @@ def test_keys_and_values_are_those_of_the_reference_under_every_recipe(recipe):
 def test_the_fast_backend_serves_what_it_implements():
     assert kernels_for(Recipe()).name == "cpu"
     assert kernels_for(STATIC).name == "cpu"
-    assert kernels_for(PRESETS["gb200"]).name == "reference"
-    assert kernels_for(Recipe(kv_scale_formula="amax_over_six")).name == "cpu+reference"
-    assert kernels_for(Recipe(kv_scale_formula="amax_over_six")).backend_of("activations") == "cpu"
+    assert kernels_for(PRESETS["paper"]).name == "cpu"
+    assert kernels_for(PRESETS["gb200"]).name == "cpu+reference"
+    assert kernels_for(PRESETS["gb200"]).backend_of("activations") == kernels_for(PRESETS["gb200"]).backend_of("kv")
+    assert kernels_for(PRESETS["gb200"]).backend_of("weights") == "reference"
+    assert kernels_for(Recipe(weight_tiles="16x16")).backend_of("weights") == "reference"
     assert kernels_for(PRESETS["bf16"]).name == "cpu"
     assert kernels_for(Recipe(), name="reference").name == "reference"
     with pytest.raises(ConfigError):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 
 def test_kernels_equal_the_reference_in_the_interpreter():
+    here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
     # numpy warns where fp32 arithmetic overflows on purpose.
-    command += ["-W", "ignore::RuntimeWarning", str(Path(__file__).with_name("interpreted_run.py"))]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command += ["-W", "ignore::RuntimeWarning", str(here / "interpreted_run.py")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

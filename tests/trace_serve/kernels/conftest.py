@@ -1,0 +1,1 @@
+"""Here, so that `rule_sets` can be imported from the folders below."""
