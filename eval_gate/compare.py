@@ -1,94 +1,123 @@
-"""Turns pairs into a gap with confidence bounds."""
+"""Turns outcomes into a gap with confidence bounds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from eval_gate.pairing import Pair
+import numpy as np
+from numpy.typing import NDArray
+
+from eval_gate.outcomes import Outcomes
 from eval_gate.policy import GatePolicy
 from eval_gate.stats import mcnemar
 from eval_gate.stats.clustered import fixed_set_standard_error, paired_difference
 from eval_gate.stats.floor import zero_discordance_floor
+from eval_gate.stats.relative import relative_loss_interval
 from eval_gate.stats.rule import with_floor
-from eval_gate.stats.table import Interval, PairedTable, two_sided_z
+from eval_gate.stats.table import Interval, two_sided_z
 from eval_gate.stats.tango import tango_interval
 from eval_gate.verdict import Comparison
 
 
-def method_name(pairs: Sequence[Pair], policy: GatePolicy) -> str:
-    """How `compare` computes the bounds for these pairs, in words."""
+def method_name(outcomes: Outcomes, policy: GatePolicy) -> str:
+    """How `compare` computes the bounds for these outcomes, in words."""
     confidence = f"{100 * (1 - 2 * policy.alpha):g}%"
+    relative = ", of the loss relative to the training pass rate" if policy.margin_kind == "relative" else ""
+    looks = f"; {policy.looks} looks, {_SPENDING[policy.spending]} bounds" if policy.looks > 1 else ""
     if policy.mode == "fixed-set":
-        return f"{confidence} normal interval over resampling of these queries"
-    if policy.repeats == 1 and not _clustered(pairs):
-        return f"{confidence} Tango score interval"
-    return f"{confidence} t interval of the paired difference, standard error by cluster"
+        return f"{confidence} normal interval over resampling of these queries{relative}{looks}"
+    if _binary(outcomes, policy):
+        kind = "score interval" if relative else "Tango score interval"
+        return f"{confidence} {kind}{relative}{looks}"
+    return f"{confidence} t interval of the paired difference, standard error by cluster{relative}{looks}"
 
 
-def compare(pairs: Sequence[Pair], policy: GatePolicy) -> Comparison:
+_SPENDING = {"obf": "O'Brien-Fleming", "pocock": "Pocock"}
+
+
+def compare(
+    outcomes: Outcomes, policy: GatePolicy, *, level: float | None = None, block_level: float | None = None
+) -> Comparison:
     """Gap and bounds of a group of queries.
 
     An unscored query is left out of the gap but not of the bounds: the upper bound takes it as lost, the lower bound
     as gained, so neither PASS nor BLOCK can come from what was not measured.
+
+    Args:
+        level: one-sided level of the upper bound; None is the policy's alpha.
+        block_level: one-sided level of the lower bound; None is the same.
     """
-    scored = [pair for pair in pairs if pair.scored]
-    table = PairedTable.from_pairs((pair.training_rate > 0.5, pair.serving_rate > 0.5) for pair in scored)
-    floor = zero_discordance_floor(independent_units(scored), policy.alpha)
-    worst = with_floor(bounds(pairs, policy, unscored=1.0), floor)
-    best = bounds(pairs, policy, unscored=-1.0)
-    differences = [pair.difference for pair in scored]
+    level = policy.alpha if level is None else level
+    scored = outcomes.take(outcomes.scored)
+    table = outcomes.majority_table()
+    training = _mean(scored.training)
     return Comparison(
-        n=len(pairs),
+        n=len(outcomes),
         scored=len(scored),
-        training_pass_rate=_mean([pair.training_rate for pair in scored]),
-        serving_pass_rate=_mean([pair.serving_rate for pair in scored]),
-        gap=_mean(differences),
-        lower=best.lower,
-        upper=worst.upper,
+        training_pass_rate=training,
+        serving_pass_rate=_mean(scored.serving),
+        gap=_mean(scored.training - scored.serving),
+        lower=lower_bound(outcomes, policy, level if block_level is None else block_level),
+        upper=upper_bound(outcomes, policy, level),
+        margin=margin_in_effect(policy, training),
         both=table.both,
         only_training=table.only_a,
         only_serving=table.only_b,
         neither=table.neither,
-        mcnemar_exact_p=mcnemar.exact(table.only_a, table.only_b) if scored else None,
+        mcnemar_exact_p=mcnemar.exact(table.only_a, table.only_b) if len(scored) else None,
     )
 
 
-def bounds(pairs: Sequence[Pair], policy: GatePolicy, *, unscored: float) -> Interval:
-    """Confidence interval of the gap with every unscored query's difference set to `unscored` (1 or -1)."""
-    confidence = 1 - 2 * policy.alpha
-    differences = [pair.difference if pair.scored else unscored for pair in pairs]
+def upper_bound(outcomes: Outcomes, policy: GatePolicy, level: float) -> float:
+    """Upper bound of the gap at a one-sided level, unscored queries lost, never under the zero-discordance floor."""
+    floor = zero_discordance_floor(outcomes.take(outcomes.scored).units, level)
+    return with_floor(bounds(outcomes, policy, level, unscored=1.0), floor).upper
+
+
+def lower_bound(outcomes: Outcomes, policy: GatePolicy, level: float) -> float:
+    """Lower bound of the gap at a one-sided level, unscored queries gained."""
+    return bounds(outcomes, policy, level, unscored=-1.0).lower
+
+
+def margin_in_effect(policy: GatePolicy, training_pass_rate: float) -> float:
+    """The margin as a difference of pass rates; a relative one is a share of the training pass rate."""
+    return policy.margin * training_pass_rate if policy.margin_kind == "relative" else policy.margin
+
+
+def bounds(outcomes: Outcomes, policy: GatePolicy, level: float, *, unscored: float) -> Interval:
+    """Confidence interval of the gap with every unscored query's difference set to `unscored` (1 or -1).
+
+    Under a relative margin r the interval is that of what decides: the relative loss for binary samples, else
+    (1 - r) p_A - p_B, brought to the scale of the gap at the measured training pass rate. It lies under
+    r p_A exactly when the loss is shown to be smaller than r.
+    """
+    confidence = 1 - 2 * level
+    relative = policy.margin_kind == "relative"
+    scored = outcomes.scored
+    rate = _mean(outcomes.training[scored])
+    if policy.mode == "population" and _binary(outcomes, policy):
+        table = outcomes.table(unscored=unscored)
+        if not relative:
+            return tango_interval(table, confidence)
+        loss = relative_loss_interval(table, confidence)
+        return Interval(loss.lower * rate, loss.upper * rate)
+    kept = 1 - policy.margin if relative else 1.0
+    shift = policy.margin * rate if relative else 0.0
+    differences = np.where(scored, kept * outcomes.training - outcomes.serving, kept if unscored > 0 else -1.0)
     if policy.mode == "fixed-set":
-        scored = [pair for pair in pairs if pair.scored]
-        error = fixed_set_standard_error(
-            [pair.training_rate for pair in scored],
-            [pair.serving_rate for pair in scored],
-            policy.repeats,
-            policy.repeats,
-        )
-        middle = _mean(differences)
+        rows = outcomes.take(scored)
+        error = fixed_set_standard_error(rows.training, rows.serving, policy.repeats, policy.repeats, weight_a=kept)
+        middle = _mean(differences) + shift
         reach = two_sided_z(confidence) * error
         return Interval(middle - reach, middle + reach)
-    if policy.repeats == 1 and not _clustered(pairs):
-        table = PairedTable(
-            both=sum(pair.scored and pair.training_rate + pair.serving_rate == 2 for pair in pairs),
-            only_a=sum(difference == 1 for difference in differences),
-            only_b=sum(difference == -1 for difference in differences),
-            neither=sum(pair.scored and pair.training_rate + pair.serving_rate == 0 for pair in pairs),
-        )
-        return tango_interval(table, confidence)
-    clusters = [pair.query.cluster or f"query:{pair.query.id}" for pair in pairs]
-    return paired_difference(differences, clusters).interval(confidence)
+    clusters = outcomes.clusters if outcomes.clustered else None
+    found = paired_difference(differences, clusters).interval(confidence)
+    return Interval(found.lower + shift, found.upper + shift)
 
 
-def independent_units(pairs: Sequence[Pair]) -> int:
-    """Queries, or clusters of queries where clusters are declared."""
-    return len({pair.query.cluster or f"query:{pair.query.id}" for pair in pairs})
+def _binary(outcomes: Outcomes, policy: GatePolicy) -> bool:
+    return policy.repeats == 1 and not outcomes.clustered
 
 
-def _clustered(pairs: Sequence[Pair]) -> bool:
-    return independent_units(pairs) < len(pairs)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
+def _mean(values: NDArray[np.float64]) -> float:
+    return math.fsum(values) / len(values) if len(values) else math.nan

@@ -6,18 +6,41 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from eval_gate.arms.records import ErrorClass, Role, SampleRecord
 from eval_gate.degenerate import is_degenerate
-from eval_gate.queries import Query
+from eval_gate.looks import Unit
 from eval_gate.verdict import ArmSummary
+
+
+class Item(Unit, Protocol):
+    """What judging needs to know of a query; `queries.Query` is one."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def prompt_text(self) -> str: ...
+    @property
+    def expected_text(self) -> str: ...
+
+
+class ItemSet(Protocol):
+    """Queries with the digest of the file that they came from; `queries.QuerySet` is one."""
+
+    @property
+    def queries(self) -> Sequence[Item]: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def source(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class Pair:
     """One query with all its samples of both arms; a sample that never came is None."""
 
-    query: Query
+    query: Item
     training: tuple[SampleRecord | None, ...]
     serving: tuple[SampleRecord | None, ...]
 
@@ -39,7 +62,7 @@ class Pair:
         return not math.isnan(self.difference)
 
 
-def pair_up(queries: Sequence[Query], records: Iterable[SampleRecord], repeats: int) -> list[Pair]:
+def pair_up(queries: Sequence[Item], records: Iterable[SampleRecord], repeats: int) -> list[Pair]:
     """One pair a query, in the queries' order. A later record of the same sample replaces an earlier one."""
     latest: dict[tuple[Role, str, int], SampleRecord] = {}
     for record in records:

@@ -16,10 +16,13 @@ class GatePolicy(BaseModel):
 
     Attributes:
         margin: largest acceptable loss of pass rate, as a share (0.05 = 5 points).
+        margin_kind: `absolute`: points of pass rate; `relative`: a share of the training arm's pass rate.
         alpha: one-sided error rate of PASS, and of BLOCK.
         rule: `ci` decides by confidence bounds; `point` compares the measured gap with the margin.
         mode: `population`: a claim about queries like these; `fixed-set`: about exactly these, needs repeats >= 2.
         repeats: samples of each query and arm.
+        looks: how often the data are looked at, in equal parts of the queries; more than one can stop early.
+        spending: bounds of those looks: `obf` (O'Brien-Fleming: strict early, lenient last) or `pocock` (constant).
         temperature: sampling temperature; 0 is greedy.
         max_queries: size of the seeded random subsample; None takes every query.
         sample_seed: seed of that subsample and of the order.
@@ -34,10 +37,13 @@ class GatePolicy(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     margin: float = Field(default=0.05, gt=0, lt=1)
+    margin_kind: Literal["absolute", "relative"] = "absolute"
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
     rule: Literal["ci", "point"] = "ci"
     mode: Literal["population", "fixed-set"] = "population"
     repeats: int = Field(default=1, ge=1, le=64)
+    looks: int = Field(default=1, ge=1, le=20)
+    spending: Literal["obf", "pocock"] = "obf"
     temperature: float = Field(default=0.0, ge=0, le=2)
     max_queries: int | None = Field(default=None, ge=1)
     sample_seed: int = 0
@@ -52,6 +58,16 @@ class GatePolicy(BaseModel):
     def _fixed_set_needs_repeats(self) -> GatePolicy:
         if self.mode == "fixed-set" and self.repeats < 2:
             raise ValueError("mode fixed-set needs repeats of at least 2; raise --repeats or use --mode population")
+        return self
+
+    @model_validator(mode="after")
+    def _looks_need_an_error_rate(self) -> GatePolicy:
+        if self.looks > 1 and self.rule == "point":
+            raise ValueError("looks of more than 1 need --rule ci; the plain rule has no error rate to spend")
+        if self.looks > 1 and self.mode == "fixed-set":
+            raise ValueError(
+                "looks of more than 1 need --mode population; a fixed set is judged when all of it was seen"
+            )
         return self
 
     @property

@@ -66,6 +66,7 @@ class Comparison(_Part):
         gap: mean of (training pass rate less serving pass rate) over the scored queries; positive is a loss.
         lower: lower confidence bound of the gap, whatever the unscored queries would have been.
         upper: upper confidence bound, likewise, and never under the zero-discordance floor.
+        margin: what the bounds are held against, as a difference of pass rates.
         both: scored queries that pass in both arms (with repeats: by majority), and so on for the other three.
         mcnemar_exact_p: two-sided exact p value of the discordant pairs.
     """
@@ -77,6 +78,7 @@ class Comparison(_Part):
     gap: Score
     lower: Score
     upper: Score
+    margin: Score
     both: int
     only_training: int
     only_serving: int
@@ -85,11 +87,34 @@ class Comparison(_Part):
 
 
 class SuiteResult(_Part):
-    """One suite: every suite must pass."""
+    """One suite: every suite must pass.
+
+    Attributes:
+        level: one-sided level of the upper bound; the policy's alpha, or this look's part of it.
+        block_level: one-sided level of the lower bound; smaller with several suites (Holm).
+    """
 
     suite: str
     outcome: Outcome
     comparison: Comparison
+    level: float
+    block_level: float
+
+
+class LookResult(_Part):
+    """What one look at the data showed.
+
+    Attributes:
+        look: 1 for the first.
+        queries: queries in it and in the looks before it, of `planned`.
+        outcome: BLOCK if a suite blocks, PASS if all pass, else INCONCLUSIVE.
+    """
+
+    look: int
+    queries: int
+    planned: int
+    outcome: Outcome
+    suites: tuple[SuiteResult, ...]
 
 
 class FlippedQuery(_Part):
@@ -132,6 +157,7 @@ class Verdict(_Part):
         method: how the bounds were computed.
         floor: smallest upper bound that this many queries can support.
         queries_needed: fewest queries with which the margin can be passed at all.
+        looks: the sequential path; empty when the data were looked at once.
         cause: short name of the deciding cause, for machines.
     """
 
@@ -146,6 +172,7 @@ class Verdict(_Part):
     queries_needed: int
     overall: Comparison
     suites: tuple[SuiteResult, ...]
+    looks: tuple[LookResult, ...] = ()
     kinds: dict[str, Comparison]
     training: ArmSummary
     serving: ArmSummary
@@ -173,6 +200,12 @@ class Verdict(_Part):
             out.append("plain rule (--rule point): chance is not accounted for")
         if self.policy.mode == "fixed-set":
             out.append("fixed set: a claim about exactly these queries")
+        if self.looks and self.looks[-1].queries < self.looks[-1].planned:
+            last = self.looks[-1]
+            out.append(
+                f"stopped at look {last.look} of {self.policy.looks}, after {last.queries} of {last.planned} queries; "
+                "a gap measured up to a stop is biased away from the margin"
+            )
         if self.policy.allow_unproven and any(finding.concern == "unproven" for finding in self.findings):
             out.append("unproven arms allowed (--allow-unproven): what they run was not shown")
         return tuple(out)

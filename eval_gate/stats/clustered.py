@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtrit
 
 from eval_gate.stats.table import Interval
@@ -29,15 +30,17 @@ class PairedEstimate:
         return Interval(max(-1.0, self.difference - reach), min(1.0, self.difference + reach))
 
 
-def paired_difference(differences: Sequence[float], clusters: Sequence[Hashable] | None = None) -> PairedEstimate:
+def paired_difference(
+    differences: ArrayLike, clusters: Sequence[Hashable] | NDArray[np.intp] | None = None
+) -> PairedEstimate:
     """Estimates the mean difference of a population of queries.
 
     The variance is G/(G-1) * sum over clusters of (sum of d_i - D in the cluster)^2 / n^2; with one query a cluster
     this is the usual s^2/n.
 
     Args:
-        differences: d_i = pass rate of A less pass rate of B for query i, each in [-1, 1].
-        clusters: label of each query's cluster; None means that queries are independent.
+        differences: float64 [n], d_i = pass rate of A less pass rate of B for query i, each in [-1, 1].
+        clusters: label of each query's cluster, or [n] cluster numbers from 0; None means that queries are independent.
 
     Source: E. Miller, "Adding Error Bars to Evals", arXiv 2411.00640, sections 2.2 and 4, with the small-sample factor
     G/(G-1) of C. Cameron and D. Miller, Journal of Human Resources 50 (2015) 317-372.
@@ -45,35 +48,46 @@ def paired_difference(differences: Sequence[float], clusters: Sequence[Hashable]
     Raises:
         ValueError: the lengths differ.
     """
-    n = len(differences)
+    values = np.asarray(differences, dtype=np.float64)
+    n = len(values)
     if clusters is not None and len(clusters) != n:
         raise ValueError(f"got {len(clusters)} cluster labels for {n} differences")
     if n == 0:
         return PairedEstimate(math.nan, math.nan, 0)
-    mean = math.fsum(differences) / n
-    residuals: dict[Hashable, float] = defaultdict(float)
-    for index, difference in enumerate(differences):
-        residuals[index if clusters is None else clusters[index]] += difference - mean
+    mean = math.fsum(values) / n
+    residuals = values - mean
+    if clusters is not None:
+        residuals = np.bincount(cluster_numbers(clusters), weights=residuals)
     groups = len(residuals)
     if groups < 2:
         return PairedEstimate(mean, math.nan, 0)
-    variance = groups / (groups - 1) * math.fsum(r * r for r in residuals.values()) / (n * n)
+    variance = groups / (groups - 1) * float(residuals @ residuals) / (n * n)
     return PairedEstimate(mean, math.sqrt(variance), groups - 1)
 
 
-def fixed_set_standard_error(rates_a: Sequence[float], rates_b: Sequence[float], k_a: int, k_b: int) -> float:
-    """Standard error of D over resampling of exactly these queries: only sampling noise counts.
+def cluster_numbers(labels: Sequence[Hashable] | NDArray[np.intp]) -> NDArray[np.intp]:
+    """Labels as numbers 0 ... G-1 without gaps, in order of first appearance."""
+    numbers: dict[Hashable, int] = {}
+    values = labels.tolist() if isinstance(labels, np.ndarray) else labels
+    return np.fromiter((numbers.setdefault(label, len(numbers)) for label in values), dtype=np.intp, count=len(labels))
 
-    SE^2 = sum over queries of [p_A (1 - p_A) / (k_A - 1) + p_B (1 - p_B) / (k_B - 1)] / n^2, the unbiased estimate of
-    each query's sampling variance. NaN when either arm has fewer than two samples a query.
+
+def fixed_set_standard_error(
+    rates_a: ArrayLike, rates_b: ArrayLike, k_a: int, k_b: int, *, weight_a: float = 1.0
+) -> float:
+    """Standard error of w * mean(p_A) - mean(p_B) over resampling of exactly these queries (w = `weight_a`).
+
+    SE^2 = sum over queries of [w^2 p_A (1 - p_A) / (k_A - 1) + p_B (1 - p_B) / (k_B - 1)] / n^2, the unbiased estimate
+    of each query's sampling variance. NaN when either arm has fewer than two samples a query.
 
     Raises:
         ValueError: the lengths differ.
     """
-    if len(rates_a) != len(rates_b):
-        raise ValueError(f"got {len(rates_a)} and {len(rates_b)} pass rates")
-    n = len(rates_a)
+    a, b = np.asarray(rates_a, dtype=np.float64), np.asarray(rates_b, dtype=np.float64)
+    if len(a) != len(b):
+        raise ValueError(f"got {len(a)} and {len(b)} pass rates")
+    n = len(a)
     if n == 0 or k_a < 2 or k_b < 2:
         return math.nan
-    total = math.fsum(a * (1 - a) / (k_a - 1) + b * (1 - b) / (k_b - 1) for a, b in zip(rates_a, rates_b, strict=True))
+    total = math.fsum(weight_a**2 * a * (1 - a) / (k_a - 1) + b * (1 - b) / (k_b - 1))
     return math.sqrt(total) / n

@@ -1,0 +1,149 @@
+"""Why an outcome is what it is: every cause, in the order in which they decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eval_gate.arms.records import ErrorClass, Role
+from eval_gate.policy import GatePolicy
+from eval_gate.preflight import Concern, Finding
+from eval_gate.stats.floor import queries_needed
+from eval_gate.stats.rule import Outcome
+from eval_gate.verdict import ArmSummary, Comparison, SuiteResult
+from trace_serve.errors import EXIT_BLOCK, EXIT_INCONCLUSIVE, EXIT_INFRASTRUCTURE, EXIT_PASS
+
+_EXIT = {Outcome.PASS: EXIT_PASS, Outcome.BLOCK: EXIT_BLOCK, Outcome.INCONCLUSIVE: EXIT_INCONCLUSIVE}
+_NOT_INFRASTRUCTURE = frozenset({ErrorClass.CHECKER, ErrorClass.REQUEST})
+_DEGENERATE_MINIMUM = 2
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One reason for an outcome. `name` is for machines, `message` for readers."""
+
+    outcome: Outcome
+    name: str
+    message: str
+    exit_code: int
+
+
+def find_causes(
+    policy: GatePolicy,
+    findings: Sequence[Finding],
+    summaries: tuple[ArmSummary, ArmSummary],
+    suites: Sequence[SuiteResult],
+) -> list[Cause]:
+    """All causes in deciding order; never empty."""
+    training, serving = summaries
+    causes = [
+        _inconclusive(finding.concern, f"{finding.concern}: {finding.message}")
+        for finding in findings
+        if not (finding.concern is Concern.UNPROVEN and policy.allow_unproven)
+    ]
+    causes += _error_causes(policy, training, serving)
+    causes += _degenerate_causes(policy, training, serving)
+    if training.pass_rate_low is not None and training.pass_rate_low < policy.baseline_floor:
+        causes.append(
+            _inconclusive(
+                "baseline",
+                f"baseline: the training arm passes {_percent(training.pass_rate_low)}, expected at least "
+                f"{_percent(policy.baseline_floor)}; two broken models would agree",
+            )
+        )
+    order = {Outcome.BLOCK: 0, Outcome.INCONCLUSIVE: 1, Outcome.PASS: 2}
+    ruled = sorted(suites, key=lambda suite: order[suite.outcome])
+    truncation = _truncation_causes(policy, training, serving)
+    if ruled[0].outcome is Outcome.BLOCK:
+        return [*causes, *(_suite_cause(policy, suite) for suite in ruled), *truncation]
+    return [*causes, *truncation, *(_suite_cause(policy, suite) for suite in ruled)]
+
+
+def _error_causes(policy: GatePolicy, training: ArmSummary, serving: ArmSummary) -> list[Cause]:
+    causes = []
+    for role, arm in ((Role.TRAINING, training), (Role.SERVING, serving)):
+        without = sum(arm.unscored.values())
+        if without <= policy.error_cap * arm.samples:
+            continue
+        kinds = ", ".join(f"{count} {kind}" for kind, count in arm.unscored.items())
+        infrastructure = any(kind not in _NOT_INFRASTRUCTURE for kind in arm.unscored)
+        name = "infrastructure" if infrastructure else "errors"
+        causes.append(
+            Cause(
+                Outcome.INCONCLUSIVE,
+                name,
+                f"{name}: {without} of {arm.samples} samples of the {role} arm have no grade ({kinds}), "
+                f"expected at most {_percent(policy.error_cap)}",
+                EXIT_INFRASTRUCTURE if infrastructure else EXIT_INCONCLUSIVE,
+            )
+        )
+    return sorted(causes, key=lambda cause: cause.name != "infrastructure")
+
+
+def _degenerate_causes(policy: GatePolicy, training: ArmSummary, serving: ArmSummary) -> list[Cause]:
+    excess = serving.degenerate - training.degenerate
+    if excess < _DEGENERATE_MINIMUM or excess <= policy.degenerate_cap * serving.samples:
+        return []
+    return [
+        Cause(
+            Outcome.BLOCK,
+            "degenerate",
+            f"degenerate output: {serving.degenerate} of {serving.samples} answers of the serving arm repeat one token "
+            f"to the limit (training arm: {training.degenerate})",
+            EXIT_BLOCK,
+        )
+    ]
+
+
+def _truncation_causes(policy: GatePolicy, training: ArmSummary, serving: ArmSummary) -> list[Cause]:
+    if serving.truncated - training.truncated <= policy.truncation_cap * serving.samples:
+        return []
+    return [
+        _inconclusive(
+            "truncation",
+            f"truncation: {serving.truncated} answers of the serving arm were cut at the token limit against "
+            f"{training.truncated} of the training arm; raise max_tokens before judging correctness",
+        )
+    ]
+
+
+def _suite_cause(policy: GatePolicy, suite: SuiteResult) -> Cause:
+    found = suite.comparison
+    if found.gap is None or found.lower is None or found.upper is None or found.margin is None:
+        return _inconclusive("unscored", f"suite {suite.suite}: no interval; too few scored queries ({found.scored})")
+    bounds = f"[{_points(found.lower)}, {_points(found.upper)}]"
+    where = f"suite {suite.suite}: gap {_points(found.gap)} points, interval {bounds}"
+    margin = margin_text(policy, found)
+    if policy.rule == "point":
+        over = suite.outcome is Outcome.BLOCK
+        message = f"{where}; the measured gap {'exceeds' if over else 'does not exceed'} {margin} (plain rule)"
+        return Cause(suite.outcome, "gap", message, _EXIT[suite.outcome])
+    if suite.outcome is Outcome.PASS:
+        message = f"{where}; the loss is smaller than the margin of {margin}"
+    elif suite.outcome is Outcome.BLOCK:
+        message = f"{where}; the loss is larger than the margin of {margin}"
+    else:
+        needed = queries_needed(found.margin, suite.level) if 0 < found.margin < 1 else found.n
+        short = f"; {found.scored} queries are too few, at least {needed} are needed" if found.scored < needed else ""
+        message = f"{where}; the interval reaches over the margin of {margin}{short}"
+    return Cause(suite.outcome, "gap", message, _EXIT[suite.outcome])
+
+
+def margin_text(policy: GatePolicy, found: Comparison) -> str:
+    """The margin as readers see it: in points, and where it is relative also as a share."""
+    if policy.margin_kind == "absolute":
+        return f"{100 * policy.margin:g} points"
+    in_points = "unknown" if found.margin is None else f"{100 * found.margin:.1f} points"
+    return f"{100 * policy.margin:g}% of the training pass rate ({in_points})"
+
+
+def _inconclusive(name: str, message: str) -> Cause:
+    return Cause(Outcome.INCONCLUSIVE, str(name), message, EXIT_INCONCLUSIVE)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def _points(gap: float) -> str:
+    return f"{100 * gap:+.1f}"

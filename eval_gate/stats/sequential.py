@@ -1,0 +1,105 @@
+"""Critical values for looking at the data several times: Pocock's constant bound and O'Brien-Fleming's falling one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.special import ndtr
+
+Shape = Literal["obf", "pocock"]
+
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
+_REACH = 8.5
+"""Standard deviations beyond which a normal density is left out of an integral (2e-17)."""
+
+
+def crossing_probability(fractions: Sequence[float], bounds: Sequence[float], sides: Literal[1, 2] = 1) -> float:
+    """Probability under no drift that a sequence of z statistics ever reaches its bounds.
+
+    z_k = B(t_k) / sqrt(t_k) for a Brownian motion B; the density of paths that have not crossed is carried from look to
+    look by Gauss-Legendre quadrature.
+
+    Args:
+        fractions: t_k, information at each look as a share of the last one's; rising, the last need not be 1.
+        bounds: critical value of z_k at each look.
+        sides: 1 counts z_k >= bound, 2 counts |z_k| >= bound.
+
+    Source: P. Armitage, C. K. McPherson, B. C. Rowe, J. R. Stat. Soc. A 132 (1969) 235-244; C. Jennison,
+    B. W. Turnbull, Group Sequential Methods (2000), chapter 19.
+
+    Raises:
+        ValueError: the lengths differ, or the fractions do not rise from above 0.
+    """
+    _check_fractions(fractions)
+    if len(bounds) != len(fractions):
+        raise ValueError(f"got {len(bounds)} bounds for {len(fractions)} looks")
+    places: NDArray[np.float64] = np.zeros(1)
+    masses: NDArray[np.float64] = np.ones(1)
+    crossed = 0.0
+    before = 0.0
+    for fraction, bound in zip(fractions, bounds, strict=True):
+        step = math.sqrt(fraction - before)
+        high = bound * math.sqrt(fraction)
+        crossed += float(masses @ ndtr((places - high) / step))
+        if sides == 2:
+            crossed += float(masses @ ndtr((-high - places) / step))
+        low = -high if sides == 2 else -_REACH * math.sqrt(fraction)
+        top = min(high, _REACH * math.sqrt(fraction))
+        low = max(low, -_REACH * math.sqrt(fraction))
+        nodes = low + (top - low) * (_NODES + 1) / 2
+        kernel = np.exp(-(((nodes[:, None] - places[None, :]) / step) ** 2) / 2) / (step * math.sqrt(2 * math.pi))
+        masses = (kernel @ masses) * _WEIGHTS * (top - low) / 2
+        places = nodes
+        before = fraction
+    return crossed
+
+
+@lru_cache(maxsize=256)
+def critical_values(
+    fractions: tuple[float, ...], alpha: float, shape: Shape, sides: Literal[1, 2] = 1
+) -> tuple[float, ...]:
+    """Bounds of z at each look whose overall crossing probability is `alpha`.
+
+    Pocock: one constant. O'Brien-Fleming: constant / sqrt(t_k / t_K), so that early looks stop only on clear cases.
+
+    Source: S. J. Pocock, Biometrika 64 (1977) 191-199; P. C. O'Brien, T. R. Fleming, Biometrics 35 (1979) 549-556.
+
+    Raises:
+        ValueError: the fractions do not rise from above 0, or alpha is not between 0 and 0.5 (1 for two sides).
+    """
+    _check_fractions(fractions)
+    if not 0 < alpha < 0.5 * sides:
+        raise ValueError(f"alpha must lie between 0 and {0.5 * sides:g}, got {alpha}")
+    weights = [1.0 if shape == "pocock" else math.sqrt(fractions[-1] / fraction) for fraction in fractions]
+
+    def excess(constant: float) -> float:
+        return crossing_probability(fractions, [constant * weight for weight in weights], sides) - alpha
+
+    constant = float(brentq(excess, 1e-6, 12.0, xtol=1e-10))
+    return tuple(constant * weight for weight in weights)
+
+
+def nominal_levels(fractions: tuple[float, ...], alpha: float, shape: Shape) -> tuple[float, ...]:
+    """One-sided level at which each look tests, so that all looks together err with probability `alpha`.
+
+    With one look this is `alpha` itself.
+    """
+    if len(fractions) == 1:
+        return (alpha,)
+    return tuple(float(ndtr(-bound)) for bound in critical_values(fractions, alpha, shape))
+
+
+def _check_fractions(fractions: Sequence[float]) -> None:
+    before = 0.0
+    for fraction in fractions:
+        if not fraction > before:
+            raise ValueError(f"information fractions must rise from above 0, got {list(fractions)}")
+        before = fraction
+    if not fractions:
+        raise ValueError("got no information fractions, expected one a look")
