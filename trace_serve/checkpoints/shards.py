@@ -37,8 +37,8 @@ class Shards:
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
 
-    def read(self, name: str, info: TensorInfo) -> Tensor:
-        """One tensor.
+    def read(self, name: str, info: TensorInfo, part: tuple[int | slice, ...] | None = None) -> Tensor:
+        """One tensor, or the part of it that an index selects.
 
         Raises:
             PolicyError: its file cannot be read.
@@ -47,7 +47,8 @@ class Shards:
             if info.file not in self._open:
                 handle = safe_open(self._directory / info.file, framework="pt")
                 self._open[info.file] = self._stack.enter_context(handle)
-            tensor: Tensor = self._open[info.file].get_tensor(name)
+            shard = self._open[info.file]
+            tensor: Tensor = shard.get_tensor(name) if part is None else shard.get_slice(name)[part]
         except (OSError, SafetensorError) as exc:
             raise PolicyError(f"{self._directory / info.file}: cannot be read: {exc}", field=info.file) from exc
         return tensor

@@ -18,7 +18,7 @@ from torch import Tensor
 from trace_serve import nvfp4
 from trace_serve.checkpoints.shards import Shards, ShardWriter
 from trace_serve.errors import PolicyError
-from trace_serve.kernels import get_kernels, kernels_for
+from trace_serve.kernels import kernels_for
 from trace_serve.nvfp4 import Quantized
 from trace_serve.policy import expert_names
 from trace_serve.policy.expert_names import ExpertMatrix
@@ -33,11 +33,20 @@ _PROJECTIONS = ("gate", "up", "down")
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix to pack: where it is, and its name and header entry in the source."""
+    """A matrix to pack: which one it is, and the tensor of the source that is it, or has it as a part."""
 
     at: ExpertMatrix
     name: str
     info: TensorInfo
+    part: tuple[int | slice, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        if self.part is None:
+            return self.info.shape[0], self.info.shape[1]
+        rows = self.part[1]
+        assert isinstance(rows, slice)
+        return rows.stop - rows.start, self.info.shape[2]
 
 
 class PackedWriter:
@@ -59,6 +68,7 @@ class PackedWriter:
     ) -> None:
         self._source, self._tensors, self._layout, self._recipe = source, tensors, layout, recipe
         self._matrices = _experts(source, tensors, recipe, model)
+        self._packed_tensors = {matrix.name for matrix in self._matrices.values()}
         self._counters = nvfp4.new_counters()
         self._kernels = kernels_for(recipe, "cpu")
 
@@ -95,13 +105,9 @@ class PackedWriter:
         return plan
 
     def _plan(self) -> dict[str, TensorInfo]:
-        plan = {}
-        for name, info in self._tensors.items():
-            matrix = self._matrices.get(name)
-            if matrix is None:
-                plan[name] = info
-                continue
-            rows, columns = info.shape
+        plan = {name: info for name, info in self._tensors.items() if name not in self._packed_tensors}
+        for module, matrix in self._matrices.items():
+            rows, columns = matrix.shape
             parts = {
                 self._layout.codes: ("U8", (rows, columns // 2)),
                 self._layout.scales: ("F8_E4M3", (rows, columns // BLOCK)),
@@ -110,15 +116,15 @@ class PackedWriter:
             if self._recipe.experts == "w4a4":
                 parts[self._layout.input_scale] = ("F32", self._layout.scalar_shape)
             for part, (dtype, shape) in parts.items():
-                plan[f"{matrix.at.module}.{part}"] = TensorInfo(info.file, dtype, shape)
+                plan[f"{module}.{part}"] = TensorInfo(matrix.info.file, dtype, shape)
         return plan
 
     def _write_shard(self, file: str, writer: ShardWriter, shards: Shards) -> None:
         for name, info in self._tensors.items():
-            if info.file == file and name not in self._matrices:
+            if info.file == file and name not in self._packed_tensors:
                 writer.write(name, shards.read(name, info))
         for group in self._groups(file):
-            loaded = [shards.read(matrix.name, matrix.info).to(torch.bfloat16) for matrix in group]
+            loaded = [shards.read(matrix.name, matrix.info, matrix.part).to(torch.bfloat16) for matrix in group]
             packed = self._quantize(group, torch.cat(loaded))
             start = 0
             for matrix, weight in zip(group, loaded, strict=True):
@@ -130,24 +136,19 @@ class PackedWriter:
     def _groups(self, file: str) -> Iterator[list[_Matrix]]:
         """The matrices of a shard, each with the one it shares a global scale with, gate before up."""
         done: set[str] = set()
-        for name, matrix in self._matrices.items():
-            if matrix.info.file != file or name in done:
+        for module, matrix in self._matrices.items():
+            if matrix.info.file != file or module in done:
                 continue
             sibling = matrix.at.sibling
-            group = [matrix] if sibling is None else [matrix, self._matrices[f"{sibling}.weight"]]
+            group = [matrix] if sibling is None else [matrix, self._matrices[sibling]]
             group.sort(key=lambda member: _PROJECTIONS.index(member.at.projection))
-            done.update(member.name for member in group)
+            done.update(member.at.module for member in group)
             yield group
 
     def _quantize(self, group: list[_Matrix], weight: Tensor) -> Quantized:
-        backend = self._kernels.backend_of("weights")
-        if backend == "reference":
-            packed = nvfp4.quantize_weight(weight, self._recipe, parts=len(group), counters=self._counters)
-        else:
-            g = float(nvfp4.matrix_global_scale(weight, self._recipe).decode)
-            packed = get_kernels(backend).quantize_rows(weight, global_scale=g, counters=self._counters)
+        packed = self._kernels.quantize_weight(weight, parts=len(group), counters=self._counters)
         if self._counters[nvfp4.INCIDENT_NAMES.index("nonfinite")]:
-            names = " or ".join(repr(member.name) for member in group)
+            names = " or ".join(sorted({repr(member.name) for member in group}))
             raise PolicyError(
                 f"{self._source}: tensor {names} has values that are not finite; no engine can serve it", field="source"
             )
@@ -171,31 +172,55 @@ class PackedWriter:
 
 
 def _experts(source: Path, tensors: Mapping[str, TensorInfo], recipe: Recipe, model: ModelShape) -> dict[str, _Matrix]:
-    """The matrices that the recipe quantizes, by their tensor's name; all of them, or an error names the first gap."""
+    """The matrices that the recipe quantizes, by module; all of them, or an error names the first gap."""
     found: dict[str, _Matrix] = {}
     for name, info in tensors.items():
-        at = expert_names.parse(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        if at is None or not recipe.quantizes_experts(at.layer):
-            continue
-        wide = (model.hidden, model.intermediate) if at.projection == "down" else (model.intermediate, model.hidden)
-        if info.dtype not in _FLOATS or info.shape != wide:
-            raise PolicyError(
-                f"{source}: tensor {name!r} is {info.dtype} {list(info.shape)}, expected {', '.join(_FLOATS)} "
-                f"{list(wide)}",
-                field=name,
-            )
-        found[name] = _Matrix(at, name, info)
+        for matrix in _matrices_of(source, name, info, model):
+            at = matrix.at
+            if not recipe.quantizes_experts(at.layer):
+                continue
+            wide = (model.hidden, model.intermediate) if at.projection == "down" else (model.intermediate, model.hidden)
+            if info.dtype not in _FLOATS or matrix.shape != wide:
+                raise PolicyError(
+                    f"{source}: tensor {name!r} is {info.dtype} with a matrix {list(matrix.shape)}, expected "
+                    f"{', '.join(_FLOATS)} {list(wide)}",
+                    field=name,
+                )
+            found[at.module] = matrix
     if not found:
         raise PolicyError(
-            f"{source}: no tensor is named as a routed expert's (…layers.N…experts.M.w1 or .gate_proj); fused experts "
-            "cannot be packed",
+            f"{source}: no tensor is named as routed experts are (...layers.N...experts.M.w1, .gate_proj, or "
+            "...experts.gate_up_proj), so there is nothing to pack",
             field="source",
         )
     example = next(iter(found.values())).at
-    for layer in range(model.layers):
+    for layer in model.expert_layers:
         for expert in range(model.experts) if recipe.quantizes_experts(layer) else ():
             for projection in _PROJECTIONS:
-                name = f"{example.named(layer, expert, projection)}.weight"
-                if name not in found:
-                    raise PolicyError(f"{source}: tensor {name!r} is missing", field=name)
+                module = example.named(layer, expert, projection)
+                if module not in found:
+                    raise PolicyError(f"{source}: tensor '{module}.weight' is missing", field=f"{module}.weight")
     return found
+
+
+def _matrices_of(source: Path, name: str, info: TensorInfo, model: ModelShape) -> list[_Matrix]:
+    """The experts' matrices that one tensor of the source holds."""
+    at = expert_names.parse(name.removesuffix(".weight")) if name.endswith(".weight") else None
+    if at is not None and len(info.shape) == 2:
+        return [_Matrix(at, name, info)]
+    fused = expert_names.parse_fused(name)
+    if fused is None:
+        return []
+    count = len(fused.projections)
+    if len(info.shape) != 3 or info.shape[0] != model.experts or info.shape[1] % count:
+        raise PolicyError(
+            f"{source}: tensor {name!r} has shape {list(info.shape)}, expected {model.experts} experts with their "
+            f"{' and '.join(fused.projections)} rows",
+            field=name,
+        )
+    rows = info.shape[1] // count
+    return [
+        _Matrix(fused.matrix(expert, projection), name, info, (expert, slice(i * rows, (i + 1) * rows)))
+        for expert in range(info.shape[0])
+        for i, projection in enumerate(fused.projections)
+    ]

@@ -98,6 +98,20 @@ class RecipeKernels:
         Raises:
             ShapeError: wrong rank, dtype or K, or N not a multiple of `parts`.
         """
+        images = [image for image, _ in self._rounded_weight(weight, parts, counters)]
+        return torch.cat(images) if len(images) > 1 else images[0]
+
+    def quantize_weight(self, weight: Tensor, *, parts: int = 1, counters: Tensor | None = None) -> Quantized:
+        """The codes and scales of which `fake_quantize_weight` is the image, with one global scale a row.
+
+        Args and errors are those of `fake_quantize_weight`.
+        """
+        kept = [quantized for _, quantized in self._rounded_weight(weight, parts, counters)]
+        rows = [q.global_scale.expand(q.codes.shape[0]) for q in kept]
+        return Quantized(torch.cat([q.codes for q in kept]), torch.cat([q.scales for q in kept]), torch.cat(rows))
+
+    def _rounded_weight(self, weight: Tensor, parts: int, counters: Tensor | None) -> list[tuple[Tensor, Quantized]]:
+        """Image and codes of each group of rows that shares a global scale."""
         if weight.dim() != 2 or parts < 1 or weight.shape[0] % parts:
             raise ShapeError(
                 f"weight: got shape {tuple(weight.shape)}, expected [N, K] with N a multiple of {parts} parts",
@@ -105,18 +119,18 @@ class RecipeKernels:
             )
         check_rows(weight, self.recipe.expert_rotation, None)
         rotated = nvfp4.rotate(weight, self.recipe.expert_rotation)
-        images = []
+        out = []
         for rows in rotated.chunk(parts) if self.recipe.gate_up_scale == "split" else (rotated,):
             scale = nvfp4.matrix_global_scale(rows, self.recipe)
-            image, _ = self._kernels["weights"].fake_quantize_rows(
+            rounded = self._kernels["weights"].fake_quantize_rows(
                 rows,
                 rules=self._rules["weights"],
                 global_scale=float(scale.decode),
                 encode_scale=None if scale.encode is None else float(scale.encode),
                 counters=counters,
             )
-            images.append(image)
-        return torch.cat(images) if len(images) > 1 else images[0]
+            out.append(rounded)
+        return out
 
     def quantize_kv(
         self, x: Tensor, *, global_scale: float, rotation: int = 0, hints: bool = False, counters: Tensor | None = None

@@ -177,5 +177,5 @@ def _pack(
     _copy(root, [path for path in files if path.relative_to(root).as_posix() not in written], out)
     writer.write(out, progress)
     config = read_json_object(root / CONFIG_FILE)
-    for file, content in config_files(config, layout, tensors, recipe, model.layers).items():
+    for file, content in config_files(config, layout, tensors, recipe, model.attention_layers).items():
         (out / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

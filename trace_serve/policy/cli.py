@@ -65,7 +65,7 @@ def inspect(
 
 def summary(policy: Policy) -> dict[str, object]:
     """What `inspect` shows, as plain JSON values."""
-    layers = range(policy.model.layers)
+    model = policy.model
     return {
         "name": policy.name,
         "version": policy.version,
@@ -76,10 +76,10 @@ def summary(policy: Policy) -> dict[str, object]:
         "source_run": policy.source_run,
         "tokenizer_digest": policy.tokenizer_digest,
         "chat_template_digest": policy.chat_template_digest,
-        "model_type": policy.model.model_type,
-        "layers": policy.model.layers,
-        "layers_with_nvfp4_experts": sum(policy.recipe.quantizes_experts(i) for i in layers),
-        "layers_with_nvfp4_kv": sum(policy.recipe.quantizes_kv(i) for i in layers),
+        "model_type": model.model_type,
+        "layers": model.layers,
+        "layers_with_nvfp4_experts": sum(policy.recipe.quantizes_experts(i) for i in model.expert_layers),
+        "layers_with_nvfp4_kv": sum(policy.recipe.quantizes_kv(i) for i in model.attention_layers),
         "tensors": len(policy.weights),
         "weight_bytes": policy.weight_bytes,
         "format": policy.format,
@@ -92,7 +92,7 @@ def _notes(policy: Policy) -> list[str]:
     layout = LAYOUTS.get(policy.format)
     if layout is None:
         return []
-    out = storable.notes(policy.recipe, layout, policy.model.layers)
+    out = storable.notes(policy.recipe, layout, policy.model.attention_layers)
     if policy.manifest.packed_by == "source":
         out.append("the weights came packed: the recipe's choices for weights describe them only if they were made so")
     return out

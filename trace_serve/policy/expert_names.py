@@ -8,6 +8,7 @@ from dataclasses import dataclass
 _PROJECTIONS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
 _OWN_NAMES = ({"gate": "w1", "up": "w3", "down": "w2"}, {kind: f"{kind}_proj" for kind in ("gate", "up", "down")})
 _SIBLINGS = {"gate": "up", "up": "gate"}
+_FUSED = re.compile(r"((?:.*\.)?layers\.(\d+)\.(?:\w+\.)*experts)\.(gate_up|down)_proj")
 _EXPERT = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:\w+\.)*experts\.(\d+)\.(w[123]|(?:gate|up|down)_proj)")
 
 
@@ -50,3 +51,33 @@ def parse(module: str) -> ExpertMatrix | None:
         return None
     layer, expert, own_name = match.groups()
     return ExpertMatrix(module, int(layer), int(expert), _PROJECTIONS[own_name], own_name)
+
+
+@dataclass(frozen=True)
+class FusedExperts:
+    """One tensor that holds the same projections of all experts of a layer.
+
+    Attributes:
+        experts: name of the experts' module.
+        layer: index of the decoder layer.
+        projections: `("gate", "up")` for [E, 2 * intermediate, hidden], gate rows first, or `("down",)` for
+            [E, hidden, intermediate].
+    """
+
+    experts: str
+    layer: int
+    projections: tuple[str, ...]
+
+    def matrix(self, expert: int, projection: str) -> ExpertMatrix:
+        """One of its matrices, under the name that packed checkpoints give it."""
+        own_name = f"{projection}_proj"
+        return ExpertMatrix(f"{self.experts}.{expert}.{own_name}", self.layer, expert, projection, own_name)
+
+
+def parse_fused(tensor: str) -> FusedExperts | None:
+    """The fused experts that a tensor holds, as Hugging Face saves those of Qwen3.5; None for any other tensor."""
+    match = _FUSED.fullmatch(tensor)
+    if match is None:
+        return None
+    experts, layer, kind = match.groups()
+    return FusedExperts(experts, int(layer), ("gate", "up") if kind == "gate_up" else ("down",))

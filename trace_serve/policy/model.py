@@ -9,7 +9,7 @@ from typing import Any
 from trace_serve.errors import PolicyError
 from trace_serve.recipe import BLOCK, Recipe
 
-SUPPORTED_MODEL_TYPES = ("mixtral", "qwen3_moe", "olmoe")
+SUPPORTED_MODEL_TYPES = ("mixtral", "qwen3_moe", "olmoe", "qwen3_5_moe", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class ModelShape:
         head_dim: width of one head.
         vocab: size of the vocabulary.
         context: longest sequence.
+        expert_layers: decoder layers with routed experts; the others are dense.
+        attention_layers: decoder layers with a KV cache; the others have linear attention.
     """
 
     model_type: str
@@ -39,10 +41,12 @@ class ModelShape:
     head_dim: int
     vocab: int
     context: int
+    expert_layers: tuple[int, ...]
+    attention_layers: tuple[int, ...]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Reads the dimensions of a parsed config.json.
+        """Reads the dimensions of a parsed config.json, of its text part where it has several.
 
         Raises:
             PolicyError: an architecture that is not supported, or a dimension that is missing or not positive.
@@ -53,11 +57,14 @@ class ModelShape:
                 f"config.json model_type: got {model_type!r}, expected one of {', '.join(SUPPORTED_MODEL_TYPES)}",
                 field="model_type",
             )
+        text = config.get("text_config")
+        config = text if isinstance(text, Mapping) else config
         heads = _dimension(config, "num_attention_heads")
         hidden = _dimension(config, "hidden_size")
+        layers = _dimension(config, "num_hidden_layers")
         return cls(
             model_type=str(model_type),
-            layers=_dimension(config, "num_hidden_layers"),
+            layers=layers,
             hidden=hidden,
             intermediate=_dimension(config, "moe_intermediate_size", "intermediate_size"),
             experts=_dimension(config, "num_local_experts", "num_experts"),
@@ -66,7 +73,24 @@ class ModelShape:
             head_dim=_dimension(config, "head_dim") if config.get("head_dim") else hidden // heads,
             vocab=_dimension(config, "vocab_size"),
             context=_dimension(config, "max_position_embeddings"),
+            expert_layers=_expert_layers(config, layers),
+            attention_layers=_attention_layers(config, layers),
         )
+
+
+def _expert_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Qwen's configs may keep some layers dense."""
+    dense = config.get("mlp_only_layers") or ()
+    step = _dimension(config, "decoder_sparse_step") if config.get("decoder_sparse_step") else 1
+    return tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
+
+
+def _attention_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Of a hybrid model the layers that SGLang builds with full attention: it goes by the interval."""
+    if "linear_num_value_heads" not in config:
+        return tuple(range(layers))
+    interval = _dimension(config, "full_attention_interval") if config.get("full_attention_interval") else 4
+    return tuple(i for i in range(layers) if (i + 1) % interval == 0)
 
 
 def _dimension(config: Mapping[str, Any], *names: str) -> int:

@@ -193,7 +193,7 @@ def _check_experts(
         if (matrix := expert_names.parse(module)) and module not in modules:
             plain.setdefault(matrix.layer, name)
     experts = model.experts if model else 1 + max(matrix.expert for matrix in matrices)
-    layers = range(model.layers) if model else sorted({*packed, *plain})
+    layers = model.expert_layers if model else sorted({*packed, *plain})
     for layer in layers:
         if not recipe.quantizes_experts(layer):
             if layer in packed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trace_serve.policy import expert_names
@@ -26,23 +26,26 @@ def unquantized_modules(tensors: Mapping[str, TensorInfo], recipe: Recipe) -> li
     """
     out = []
     for name, info in tensors.items():
+        fused = expert_names.parse_fused(name)
         module = name.removesuffix(".weight")
-        if module == name or len(info.shape) != 2 or module.endswith(_EMBEDDING):
+        if fused is None and (module == name or len(info.shape) != 2 or module.endswith(_EMBEDDING)):
             continue
-        expert = expert_names.parse(module)
+        expert = fused.matrix(0, "gate") if fused else expert_names.parse(module)
         if expert is None or not recipe.quantizes_experts(expert.layer):
-            out.append(module)
+            out.append(module if fused is None or expert is None else expert.module)
     # A tied head has no tensor of its own, and is a linear layer to an engine all the same.
     return sorted({*out, "lm_head"})
 
 
-def modelopt_files(excluded: Iterable[str], recipe: Recipe, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def modelopt_files(
+    excluded: Iterable[str], recipe: Recipe, layers: Sequence[int]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Contents of hf_quant_config.json, and of `quantization_config` in config.json.
 
     Args:
         excluded: modules that stay unquantized.
         recipe: of the policy.
-        layers: decoder layers of the model.
+        layers: the model's layers with a KV cache.
     """
     algorithm = "NVFP4" if recipe.experts == "w4a4" else "W4A16_NVFP4"
     kv = "NVFP4" if stores_kv_entry(recipe, layers) else None
@@ -125,7 +128,7 @@ def _expression(module: str) -> str:
 
 
 def config_files(
-    config: Mapping[str, Any], layout: Layout, tensors: Mapping[str, TensorInfo], recipe: Recipe, layers: int
+    config: Mapping[str, Any], layout: Layout, tensors: Mapping[str, TensorInfo], recipe: Recipe, layers: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
     """The JSON files of a packed checkpoint, by name.
 
@@ -134,7 +137,7 @@ def config_files(
         layout: of the packed checkpoint.
         tensors: of the BF16 model.
         recipe: of the policy.
-        layers: decoder layers of the model.
+        layers: the model's layers with a KV cache.
     """
     plain = unquantized_modules(tensors, recipe)
     if layout is MODELOPT:

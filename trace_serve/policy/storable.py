@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from trace_serve.errors import PolicyError
@@ -55,14 +56,20 @@ def _check_reciprocals(recipe: Recipe, layout: Layout) -> None:
         )
 
 
-def stores_kv_entry(recipe: Recipe, layers: int) -> bool:
+def stores_kv_entry(recipe: Recipe, layers: Sequence[int]) -> bool:
     """Whether `kv_cache_quant_algo: NVFP4` says what the recipe says: every layer, global scale 1, no rotation."""
     plain = recipe.kv == "nvfp4" and not recipe.k_rotation
-    return plain and all(recipe.quantizes_kv(i) and recipe.kv_scales(i) == (1.0, 1.0) for i in range(layers))
+    return plain and all(recipe.quantizes_kv(i) and recipe.kv_scales(i) == (1.0, 1.0) for i in layers)
 
 
-def notes(recipe: Recipe, layout: Layout, layers: int) -> list[str]:
-    """What the layout cannot say about the recipe; trace-serve takes it from policy.json, other engines do not."""
+def notes(recipe: Recipe, layout: Layout, layers: Sequence[int]) -> list[str]:
+    """What the layout cannot say about the recipe; trace-serve takes it from policy.json, other engines do not.
+
+    Args:
+        recipe: of the policy.
+        layout: of its weights.
+        layers: the model's layers with a KV cache.
+    """
     out = []
     if recipe.experts == "w4a4" and recipe.activation_global_scale != "per_tensor_static":
         out.append(

@@ -95,6 +95,31 @@ def test_every_family_and_sharding_packs_to_the_same_codes(tmp_path: Path, famil
             torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0)
 
 
+def test_fused_experts_are_packed_one_by_one(tmp_path: Path) -> None:
+    recipe = Recipe(expert_layers=(1,))
+    source = write_expert_model(tmp_path / "model", "qwen3_moe", shards=1)
+    expected = read_tensors(build(source, tmp_path / "expected", recipe, "modelopt"))
+    weights = expert_weights("qwen3_moe")
+    tensors = {name: t for name, t in read_tensors(source).items() if ".experts." not in name}
+    for layer in range(LAYERS):
+        gate, up, down = (
+            torch.stack([weights[expert_module("qwen3_moe", layer, e, p)] for e in range(EXPERTS)])
+            for p in ("gate", "up", "down")
+        )
+        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = down
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    out = build(source, tmp_path / "policy", recipe, "modelopt")
+    packed = read_tensors(out)
+    kept = {name for name in packed if name not in expected}
+    assert kept == {f"model.layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down")}
+    for name, tensor in expected.items():
+        if "layers.0.mlp.experts" not in name:
+            assert torch.equal(packed[name].float(), tensor.float()), name
+    excluded = json.loads((out / "hf_quant_config.json").read_text())["quantization"]["exclude_modules"]
+    assert [name for name in excluded if "experts" in name] == ["model.layers.0.mlp.experts*"]
+
+
 def test_tensors_have_the_layouts_dtypes_and_shapes(tmp_path: Path) -> None:
     source = write_expert_model(tmp_path / "model")
     module = expert_module("mixtral", 0, 1, "down")
