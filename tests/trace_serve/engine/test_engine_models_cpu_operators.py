@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -20,7 +19,7 @@ BF16_STEP = 2.0**-8
 
 
 @pytest.fixture
-def generator() -> Iterator[torch.Generator]:
+def generator() -> torch.Generator:
     return torch.Generator().manual_seed(7)
 
 
@@ -261,7 +260,7 @@ def test_query_and_key_norms_and_the_gate_are_the_models(generator: torch.Genera
     for norm in (q_norm, k_norm):
         norm.weight.data = torch.randn(dim, generator=generator).bfloat16()
     packed = torch.randn(tokens, heads * 2 * dim + dim, generator=generator).bfloat16()
-    q_gate, k = packed.split([heads * 2 * dim, dim], dim=-1)
+    q_gate, k = torch.split(packed, [heads * 2 * dim, dim], dim=-1)
     q, gate = torch.chunk(q_gate.reshape(tokens, heads, 2 * dim), 2, dim=-1)
     out = gated_attention.fused_qk_gemma_rmsnorm_with_gate_cpu(
         q_gate, k, q_norm.weight.data, k_norm.weight.data, q_norm.eps, dim, heads

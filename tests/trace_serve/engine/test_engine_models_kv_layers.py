@@ -70,8 +70,14 @@ def test_hints_name_the_models_layers(engine: state.EngineState, method: kv.Trac
     engine.layers = 6
     engine.passes = SlotPasses(SLOTS)
     hybrid_pool = SimpleNamespace(full_kv_pool=SimpleNamespace(quant_method=method))
-    for chosen, expected in (("all", (3, 5)), ([5], (5,)), ([0, 1, 2, 4], ())):
-        options = HintOptions(sites=("k", "v"), layers=chosen if chosen == "all" else tuple(chosen))
+    cases: tuple[tuple[str | tuple[int, ...], tuple[int, ...]], ...] = (
+        ("all", (3, 5)),
+        ("deeper-half", (3, 5)),
+        ((5,), (5,)),
+        ((0, 1, 2, 4), ()),
+    )
+    for chosen, expected in cases:
+        options = HintOptions(sites=("k", "v"), layers=chosen)
         sites = rows.read(hybrid_pool, torch.tensor([0, 3]), options).sites
         assert [site.layers for site in sites] == ([expected] * 2 if expected else [])
 
