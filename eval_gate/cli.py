@@ -38,6 +38,20 @@ class Rule(StrEnum):
     POINT = "point"
 
 
+class MarginKind(StrEnum):
+    """What `--margin` is a share of."""
+
+    ABSOLUTE = "absolute"
+    RELATIVE = "relative"
+
+
+class Spending(StrEnum):
+    """Bounds of several looks, for `--spending`."""
+
+    OBF = "obf"
+    POCOCK = "pocock"
+
+
 class Mode(StrEnum):
     """Claims of `--mode`."""
 
@@ -54,10 +68,17 @@ def run(
         str, typer.Option(help="A shipped suite (support, support-dev) or a JSON-lines file.")
     ] = "support",
     margin: Annotated[float, typer.Option(help="Largest acceptable loss of pass rate; 0.05 is 5 points.")] = 0.05,
+    margin_kind: Annotated[
+        MarginKind, typer.Option(help="absolute: points of pass rate; relative: a share of the training pass rate.")
+    ] = MarginKind.ABSOLUTE,
     alpha: Annotated[float, typer.Option(help="One-sided error rate of PASS and of BLOCK.")] = 0.05,
     rule: Annotated[Rule, typer.Option(help="ci: confidence bounds; point: the measured gap alone.")] = Rule.CI,
     mode: Annotated[Mode, typer.Option(help="Claim about queries like these, or exactly these.")] = Mode.POPULATION,
     repeats: Annotated[int, typer.Option(help="Samples of each query and arm.")] = 1,
+    looks: Annotated[int, typer.Option(help="Judge after each of so many equal parts, and stop on a clear case.")] = 1,
+    spending: Annotated[
+        Spending, typer.Option(help="obf: strict early, lenient last; pocock: the same at every look.")
+    ] = Spending.OBF,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     max_queries: Annotated[int | None, typer.Option(help="Size of a seeded random subsample.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the subsample and of the order.")] = 0,
@@ -79,10 +100,13 @@ def run(
     """Replay queries through both versions and decide. Exit code: 0 PASS, 1 BLOCK, 2 INCONCLUSIVE, 3, 4, 130."""
     policy = GatePolicy.build(
         margin=margin,
+        margin_kind=margin_kind.value,
         alpha=alpha,
         rule=rule.value,
         mode=mode.value,
         repeats=repeats,
+        looks=looks,
+        spending=spending.value,
         temperature=temperature,
         max_queries=max_queries,
         sample_seed=seed,

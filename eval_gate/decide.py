@@ -12,17 +12,18 @@ import numpy as np
 
 from eval_gate.arms.evidence import ArmEvidence
 from eval_gate.arms.records import Role, SampleRecord
-from eval_gate.causes import find_causes
+from eval_gate.causes import Cause, find_causes
 from eval_gate.compare import compare, method_name
 from eval_gate.flips import flipped_queries
 from eval_gate.looks import schedule
 from eval_gate.outcomes import Outcomes
 from eval_gate.pairing import ItemSet, Pair, first_samples, pair_up, summarize
 from eval_gate.policy import GatePolicy
-from eval_gate.preflight import Finding, check_arm, compare_arms, compare_prompts
+from eval_gate.preflight import Concern, Finding, check_arm, compare_arms, compare_prompts
 from eval_gate.ruling import Design, overall_outcome, rule_suites
 from eval_gate.stats.floor import queries_needed, zero_discordance_floor
-from eval_gate.verdict import LookResult, Subjects, Verdict
+from eval_gate.stats.rule import Outcome
+from eval_gate.verdict import ArmSummary, LookResult, Subjects, Verdict
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,35 @@ class ArmResults:
     samples: Sequence[SampleRecord]
 
 
-def decide(
-    policy: GatePolicy,
-    queries: ItemSet,
-    training: ArmResults,
-    serving: ArmResults,
-    *,
-    results_digest: str,
-    looked: int | None = None,
-    now: datetime | None = None,
-) -> Verdict:
-    """Builds the verdict from whatever was gathered; samples that are missing count as errors.
+@dataclass(frozen=True)
+class Judgement:
+    """What the results so far say, before it is written down as a verdict.
+
+    Attributes:
+        level: one-sided level of this look for all queries together.
+        causes: in deciding order; never empty.
+    """
+
+    pairs: list[Pair]
+    outcomes: Outcomes
+    training: ArmSummary
+    serving: ArmSummary
+    findings: list[Finding]
+    path: tuple[LookResult, ...]
+    level: float
+    causes: list[Cause]
+
+    @property
+    def final(self) -> bool:
+        """Would further looks be pointless: decided, or nothing that may be compared?"""
+        first = self.causes[0]
+        return first.outcome is not Outcome.INCONCLUSIVE or first.name in (Concern.UNPROVEN, Concern.CONFOUNDED)
+
+
+def judge(
+    policy: GatePolicy, queries: ItemSet, training: ArmResults, serving: ArmResults, *, looked: int | None = None
+) -> Judgement:
+    """Judges whatever was gathered; samples that are missing count as errors.
 
     Causes are looked for in this order, and the first decides: arms that are unproven or confounded, too many samples
     without a grade, a degenerate serving arm, a baseline that is too weak, each suite's rule, truncation asymmetry.
@@ -58,37 +77,59 @@ def decide(
     last = len(taken) - 1
     pairs = pair_up([query for part in taken for query in part], [*training.samples, *serving.samples], policy.repeats)
     outcomes = Outcomes.of(pairs)
-    summaries = (
-        summarize(record for pair in pairs for record in pair.training),
-        summarize(record for pair in pairs for record in pair.serving),
-    )
+    one = summarize(record for pair in pairs for record in pair.training)
+    two = summarize(record for pair in pairs for record in pair.serving)
     findings = gather_findings(training, serving, pairs)
     path = _path(pairs, outcomes, [len(part) for part in plan], last, design)
-    level = design.level(last, policy.alpha)
-    overall = compare(outcomes, policy, level=level)
-    causes = find_causes(policy, findings, summaries, path[-1].suites)
+    return Judgement(
+        pairs=pairs,
+        outcomes=outcomes,
+        training=one,
+        serving=two,
+        findings=findings,
+        path=path,
+        level=design.level(last, policy.alpha),
+        causes=find_causes(policy, findings, (one, two), path[-1].suites),
+    )
+
+
+def decide(
+    policy: GatePolicy,
+    queries: ItemSet,
+    training: ArmResults,
+    serving: ArmResults,
+    *,
+    results_digest: str,
+    looked: int | None = None,
+    now: datetime | None = None,
+) -> Verdict:
+    """The verdict on whatever was gathered; see `judge` for the rule and its arguments."""
+    found = judge(policy, queries, training, serving, looked=looked)
+    overall = compare(found.outcomes, policy, level=found.level)
+    cause = found.causes[0]
     created = now or datetime.now(UTC)
     report = serving.evidence.report
     margin = overall.margin if overall.margin is not None and 0 < overall.margin < 1 else policy.margin
+    kinds = np.array([pair.query.kind for pair in found.pairs])
     return Verdict(
-        outcome=causes[0].outcome,
-        exit_code=causes[0].exit_code,
-        cause=causes[0].name,
-        reasons=tuple(cause.message for cause in causes),
+        outcome=cause.outcome,
+        exit_code=cause.exit_code,
+        cause=cause.name,
+        reasons=tuple(one.message for one in found.causes),
         policy=policy,
-        method=method_name(outcomes, policy),
-        floor=zero_discordance_floor(outcomes.take(outcomes.scored).units, level),
-        queries_needed=queries_needed(margin, level),
+        method=method_name(found.outcomes, policy),
+        floor=zero_discordance_floor(found.outcomes.take(found.outcomes.scored).units, found.level),
+        queries_needed=queries_needed(margin, found.level),
         overall=overall,
-        suites=path[-1].suites,
-        looks=path if policy.looks > 1 else (),
+        suites=found.path[-1].suites,
+        looks=found.path if policy.looks > 1 else (),
         kinds={
-            kind: compare(outcomes.take(np.array([pair.query.kind == kind for pair in pairs])), policy, level=level)
-            for kind in sorted({pair.query.kind for pair in pairs})
+            str(kind): compare(found.outcomes.take(kinds == kind), policy, level=found.level)
+            for kind in np.unique(kinds)
         },
-        training=summaries[0],
-        serving=summaries[1],
-        findings=tuple(findings),
+        training=found.training,
+        serving=found.serving,
+        findings=tuple(found.findings),
         training_evidence=training.evidence,
         serving_evidence=serving.evidence,
         subjects=Subjects(
@@ -104,7 +145,7 @@ def decide(
         policy_version=serving.evidence.policy_version,
         created=created,
         expires=created + timedelta(days=policy.valid_days),
-        flipped=flipped_queries(pairs),
+        flipped=flipped_queries(found.pairs),
         tools=tool_versions(),
     )
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from eval_gate.arms.evidence import ArmEvidence
-from eval_gate.arms.http import ChatArm, Endpoint
+from eval_gate.arms.http import Endpoint
 from eval_gate.arms.records import (
     ArmRecord,
-    ResultsLog,
     Role,
     SampleRecord,
     read_results,
@@ -19,13 +18,14 @@ from eval_gate.arms.records import (
     write_results,
 )
 from eval_gate.arms.source import ArmSource, resolve
-from eval_gate.decide import ArmResults, decide
-from eval_gate.execute import Job, jobs, reuse, sample_arm
+from eval_gate.decide import ArmResults, decide, judge
+from eval_gate.looks import schedule
 from eval_gate.policy import GatePolicy
-from eval_gate.preflight import Concern, Finding, check_arm, compare_arms
+from eval_gate.preflight import check_arm, compare_arms
 from eval_gate.queries import QuerySet, load_queries
 from eval_gate.report.html import render_html
 from eval_gate.report.markdown import render_markdown
+from eval_gate.session import OnProgress, Recorded, Sessions
 from eval_gate.signing import load_private_key, sign_verdict
 from eval_gate.suites import NAMES
 from eval_gate.suites import path as suite_path
@@ -93,31 +93,6 @@ class GateResult:
     paths: GatePaths
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands.
-
-    Attributes:
-        role: the arm at work.
-        phase: `starting` its engine, `sampling`, or `done`.
-        done: samples that are there, of `total`.
-        passed: right answers among them.
-        failed: samples without a grade.
-        gap: training less serving pass rate over the pairs that are complete; None before the first.
-    """
-
-    role: Role
-    phase: str
-    done: int
-    total: int
-    passed: int
-    failed: int
-    gap: float | None
-
-
-OnProgress = Callable[[Progress], None]
-
-
 def run_gate(config: GateConfig, on_progress: OnProgress | None = None) -> GateResult:
     """Runs the gate in this thread, with its own event loop. See `run_gate_async`."""
     return asyncio.run(run_gate_async(config, on_progress))
@@ -144,21 +119,58 @@ async def run_gate_async(config: GateConfig, on_progress: OnProgress | None = No
         )
         for role, arm in ((Role.TRAINING, config.training), (Role.SERVING, config.serving))
     ]
+    schedule(queries.queries, config.policy.looks)
     paths = _prepare(config)
-    recorded = _recorded(config, paths.results)
-    run = _Run(config, queries, paths, recorded, on_progress or (lambda progress: None))
-    training = await run.gather(sources[0])
-    stop = run.must_stop(
-        compare_arms(training.evidence, sources[1].evidence), check_arm(Role.TRAINING, training.evidence)
+    sessions = Sessions(
+        queries,
+        config.policy,
+        paths.results,
+        _recorded(config, paths.results),
+        config.startup_timeout_s,
+        on_progress or (lambda progress: None),
     )
-    serving = ArmResults(sources[1].evidence, []) if stop else await run.gather(sources[1], against=training.evidence)
-    return conclude(config, queries, training, serving, paths)
+    training, serving, looked = await _gather(config.policy, queries, sources[0], sources[1], sessions)
+    return conclude(config, queries, training, serving, paths, looked=looked)
+
+
+async def _gather(
+    policy: GatePolicy, queries: QuerySet, training: ArmSource, serving: ArmSource, sessions: Sessions
+) -> tuple[ArmResults, ArmResults, int | None]:
+    """Samples both arms, look by look, until the results decide; also gives the number of looks taken (None = all)."""
+    plan = schedule(queries.queries, policy.looks)
+    # Two engines of ours never share the machine; then the training arm is complete before the serving arm starts.
+    together = policy.looks > 1 and (training.directory is None or serving.directory is None)
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(sessions.open(training))
+        if not together:
+            await one.sample([query for part in plan for query in part])
+            await stack.aclose()
+        if sessions.must_stop(compare_arms(one.evidence, serving.evidence), check_arm(Role.TRAINING, one.evidence)):
+            return ArmResults(one.evidence, one.samples), ArmResults(serving.evidence, []), None
+        two = await stack.enter_async_context(sessions.open(serving, against=one.evidence))
+        for looked, part in enumerate(plan, start=1):
+            if together and not two.refused:
+                await one.sample(part)
+            await two.sample(part)
+            arms = ArmResults(one.evidence, one.samples), ArmResults(two.evidence, two.samples)
+            if two.refused or (looked < len(plan) and judge(policy, queries, *arms, looked=looked).final):
+                break
+    return *arms, looked
 
 
 def conclude(
-    config: GateConfig, queries: QuerySet, training: ArmResults, serving: ArmResults, paths: GatePaths
+    config: GateConfig,
+    queries: QuerySet,
+    training: ArmResults,
+    serving: ArmResults,
+    paths: GatePaths,
+    *,
+    looked: int | None = None,
 ) -> GateResult:
-    """Writes the final results, decides, and writes verdict, envelope and reports."""
+    """Writes the final results, decides, and writes verdict, envelope and reports.
+
+    `looked` is the number of looks taken; None is all that the policy plans.
+    """
     records: Iterable[SampleRecord | ArmRecord] = [
         ArmRecord(role=Role.TRAINING, evidence=training.evidence),
         *training.samples,
@@ -166,140 +178,13 @@ def conclude(
         *serving.samples,
     ]
     digest = write_results(paths.results, records)
-    verdict = decide(config.policy, queries, training, serving, results_digest=digest)
+    verdict = decide(config.policy, queries, training, serving, results_digest=digest, looked=looked)
     write_atomic(paths.verdict, (verdict.model_dump_json(indent=2) + "\n").encode())
     write_atomic(paths.html, render_html(verdict).encode())
     write_atomic(paths.markdown, render_markdown(verdict).encode())
     if config.key is not None and paths.envelope is not None:
         sign_verdict(verdict, config.key, paths.envelope)
     return GateResult(verdict, paths)
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """Records of this run before it was interrupted, and of other runs."""
-
-    own: list[SampleRecord | ArmRecord]
-    others: list[SampleRecord | ArmRecord]
-
-    def samples(self, *, identified: bool) -> dict[str, SampleRecord]:
-        """Answers by key. A URL may serve something else tomorrow, so an arm without a digest gets only its own."""
-        records = [*self.others, *self.own] if identified else self.own
-        return {r.key: r for r in records if isinstance(r, SampleRecord) and r.text is not None}
-
-
-class _Run:
-    """State of one run that both arms share."""
-
-    def __init__(
-        self,
-        config: GateConfig,
-        queries: QuerySet,
-        paths: GatePaths,
-        recorded: _Recorded,
-        on_progress: OnProgress,
-    ) -> None:
-        self._config = config
-        self._queries = queries
-        self._paths = paths
-        self._recorded = recorded
-        self._arms = [r for r in [*recorded.others, *recorded.own] if isinstance(r, ArmRecord)]
-        self._on_progress = on_progress
-        self._grades: dict[tuple[Role, str, int], bool | None] = {}
-
-    async def gather(self, source: ArmSource, against: ArmEvidence | None = None) -> ArmResults:
-        """All samples of one arm: recorded ones where their key fits, the rest from the arm itself.
-
-        With `against`, nothing is sampled when the arm proves to be something that may not be compared with it.
-        """
-        complete = self._from_records(source)
-        if complete is not None:
-            return complete
-        self._report(source.role, "starting")
-        log_path = self._config.out / f"engine-{source.role}.log"
-        async with (
-            source.open(self._config.startup_timeout_s, log_path) as endpoint,
-            ChatArm(endpoint) as arm,
-        ):
-            report = await arm.report()
-            stated = report.policy_digest if report else None
-            artifact = source.evidence.artifact_digest or stated
-            evidence = source.evidence.model_copy(update={"report": report, "artifact_digest": artifact})
-            if self.must_stop(check_arm(source.role, evidence), compare_arms(against, evidence) if against else []):
-                return ArmResults(evidence, [])
-            wanted = self._jobs(source.role, evidence)
-            samples = reuse(wanted, source.role, self._recorded.samples(identified=artifact is not None))
-            have = {sample.key for sample in samples}
-            written = self._recorded.samples(identified=False)
-            log = ResultsLog(self._paths.results)
-            try:
-                log.append(ArmRecord(role=source.role, evidence=evidence))
-                for sample in samples:
-                    if sample.key not in written:
-                        log.append(sample)
-                    self._note(sample)
-                self._report(source.role, "sampling")
-                missing = [job for job in wanted if job.key not in have]
-                samples += await sample_arm(arm, source.role, missing, log, self._note_and_report)
-            finally:
-                log.close()
-        self._report(source.role, "done")
-        return ArmResults(evidence, samples)
-
-    def must_stop(self, *findings: list[Finding]) -> bool:
-        """Is there a finding that makes sampling pointless?"""
-        allowed = {Concern.UNPROVEN} if self._config.policy.allow_unproven else set()
-        return any(finding.concern not in allowed for group in findings for finding in group)
-
-    def _from_records(self, source: ArmSource) -> ArmResults | None:
-        """The whole arm from recorded exchanges, without starting it; None unless every sample is there."""
-        for record in reversed(self._arms):
-            evidence = record.evidence
-            known = source.evidence.artifact_digest
-            if record.role is not source.role or known is None or evidence.artifact_digest != known:
-                continue
-            if evidence.recipe_id != source.evidence.recipe_id or check_arm(source.role, evidence):
-                continue
-            evidence = source.evidence.model_copy(update={"report": evidence.report})
-            wanted = self._jobs(source.role, evidence)
-            samples = reuse(wanted, source.role, self._recorded.samples(identified=True))
-            if len(samples) < len(wanted):
-                return None
-            for sample in samples:
-                self._note(sample)
-            self._report(source.role, "done")
-            return ArmResults(evidence, samples)
-        return None
-
-    def _jobs(self, role: Role, evidence: ArmEvidence) -> list[Job]:
-        return list(jobs(self._queries, self._config.policy, role, evidence))
-
-    def _note(self, record: SampleRecord) -> None:
-        self._grades[record.role, record.query_id, record.sample] = record.passed
-
-    def _note_and_report(self, record: SampleRecord) -> None:
-        self._note(record)
-        self._report(record.role, "sampling")
-
-    def _report(self, role: Role, phase: str) -> None:
-        mine = [grade for (owner, _, _), grade in self._grades.items() if owner is role]
-        differences = [
-            int(grade) - int(other)
-            for (owner, query, sample), grade in self._grades.items()
-            if owner is Role.TRAINING and grade is not None
-            if (other := self._grades.get((Role.SERVING, query, sample))) is not None
-        ]
-        self._on_progress(
-            Progress(
-                role=role,
-                phase=phase,
-                done=len(mine),
-                total=len(self._queries.queries) * self._config.policy.repeats,
-                passed=sum(grade is True for grade in mine),
-                failed=sum(grade is None for grade in mine),
-                gap=sum(differences) / len(differences) if differences else None,
-            )
-        )
 
 
 def _queries(config: GateConfig) -> QuerySet:
@@ -333,11 +218,11 @@ def _prepare(config: GateConfig) -> GatePaths:
     return paths
 
 
-def _recorded(config: GateConfig, results: Path) -> _Recorded:
+def _recorded(config: GateConfig, results: Path) -> Recorded:
     """Reads earlier records, and cuts the own results file back to its complete lines so that it can be continued."""
     others = [record for path in config.reuse for record in read_results(path)]
     own: list[SampleRecord | ArmRecord] = []
     if config.resume and results.exists():
         own = read_results(results)
         write_results(results, own)
-    return _Recorded(own, others)
+    return Recorded(own, others)

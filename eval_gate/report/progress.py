@@ -13,7 +13,7 @@ from rich.progress import Progress as RichProgress
 from eval_gate.report import format as fmt
 
 if TYPE_CHECKING:
-    from eval_gate.run import Progress
+    from eval_gate.session import Progress
 
 
 @contextmanager

@@ -1,0 +1,205 @@
+"""Arms of one run while they are open: answers from records where they fit, from the arm itself where not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from eval_gate.arms.evidence import ArmEvidence
+from eval_gate.arms.http import ChatArm
+from eval_gate.arms.records import ArmRecord, ResultsLog, Role, SampleRecord
+from eval_gate.arms.source import ArmSource
+from eval_gate.execute import Job, jobs, reuse, sample_arm
+from eval_gate.policy import GatePolicy
+from eval_gate.preflight import Concern, Finding, check_arm, compare_arms
+from eval_gate.queries import Query, QuerySet
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        role: the arm at work.
+        phase: `starting` its engine, `sampling`, or `done`.
+        done: samples that are there, of `total`.
+        passed: right answers among them.
+        failed: samples without a grade.
+        gap: training less serving pass rate over the pairs that are complete; None before the first.
+    """
+
+    role: Role
+    phase: str
+    done: int
+    total: int
+    passed: int
+    failed: int
+    gap: float | None
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Records of this run before it was interrupted, and of other runs."""
+
+    own: list[SampleRecord | ArmRecord]
+    others: list[SampleRecord | ArmRecord]
+
+    def samples(self, *, identified: bool) -> dict[str, SampleRecord]:
+        """Answers by key. A URL may serve something else tomorrow, so an arm without a digest gets only its own."""
+        records = [*self.others, *self.own] if identified else self.own
+        return {r.key: r for r in records if isinstance(r, SampleRecord) and r.text is not None}
+
+
+Sampler = Callable[[Sequence[Query]], Awaitable[list[SampleRecord]]]
+
+
+class ArmSession:
+    """One arm as long as it is open.
+
+    Attributes:
+        evidence: what the arm showed of itself.
+        refused: the arm is not what it must be, so nothing is asked of it.
+        samples: what was obtained so far.
+    """
+
+    def __init__(self, evidence: ArmEvidence, sampler: Sampler | None) -> None:
+        self.evidence = evidence
+        self.refused = sampler is None
+        self.samples: list[SampleRecord] = []
+        self._sampler = sampler
+
+    async def sample(self, queries: Sequence[Query]) -> None:
+        """Obtains every repeat of these queries and adds it to `samples`."""
+        if self._sampler is not None:
+            self.samples += await self._sampler(queries)
+
+
+class Sessions:
+    """Opens the arms of one run, and keeps what both share: records, the results file and the progress."""
+
+    def __init__(
+        self,
+        queries: QuerySet,
+        policy: GatePolicy,
+        results: Path,
+        recorded: Recorded,
+        startup_timeout_s: float,
+        on_progress: OnProgress,
+    ) -> None:
+        self._queries = queries
+        self._policy = policy
+        self._results = results
+        self._recorded = recorded
+        self._startup_timeout_s = startup_timeout_s
+        self._arms = [r for r in [*recorded.others, *recorded.own] if isinstance(r, ArmRecord)]
+        self._on_progress = on_progress
+        self._grades: dict[tuple[Role, str, int], bool | None] = {}
+
+    @asynccontextmanager
+    async def open(self, source: ArmSource, against: ArmEvidence | None = None) -> AsyncIterator[ArmSession]:
+        """The arm, with its engine running while the context lasts unless records answer every query.
+
+        With `against`, the session is refused when the arm proves to be something that may not be compared with it.
+        """
+        recorded = self._from_records(source)
+        if recorded is not None:
+            yield recorded
+            self._report(source.role, "done")
+            return
+        self._report(source.role, "starting")
+        log_path = self._results.with_name(f"engine-{source.role}.log")
+        async with source.open(self._startup_timeout_s, log_path) as endpoint, ChatArm(endpoint) as arm:
+            report = await arm.report()
+            stated = report.policy_digest if report else None
+            artifact = source.evidence.artifact_digest or stated
+            evidence = source.evidence.model_copy(update={"report": report, "artifact_digest": artifact})
+            if self.must_stop(check_arm(source.role, evidence), compare_arms(against, evidence) if against else []):
+                yield ArmSession(evidence, None)
+                return
+            log = ResultsLog(self._results)
+            try:
+                log.append(ArmRecord(role=source.role, evidence=evidence))
+                yield ArmSession(evidence, partial(self._sample, arm, source.role, evidence, log))
+            finally:
+                log.close()
+        self._report(source.role, "done")
+
+    def must_stop(self, *findings: list[Finding]) -> bool:
+        """Is there a finding that makes sampling pointless?"""
+        allowed = {Concern.UNPROVEN} if self._policy.allow_unproven else set()
+        return any(finding.concern not in allowed for group in findings for finding in group)
+
+    async def _sample(
+        self, arm: ChatArm, role: Role, evidence: ArmEvidence, log: ResultsLog, queries: Sequence[Query]
+    ) -> list[SampleRecord]:
+        wanted = self._jobs(queries, role, evidence)
+        samples = reuse(wanted, role, self._recorded.samples(identified=evidence.artifact_digest is not None))
+        have = {sample.key for sample in samples}
+        written = self._recorded.samples(identified=False)
+        for sample in samples:
+            if sample.key not in written:
+                log.append(sample)
+            self._note(sample)
+        self._report(role, "sampling")
+        missing = [job for job in wanted if job.key not in have]
+        return samples + await sample_arm(arm, role, missing, log, self._note_and_report)
+
+    def _from_records(self, source: ArmSource) -> ArmSession | None:
+        """The whole arm from recorded exchanges, without starting it; None unless every sample is there."""
+        for record in reversed(self._arms):
+            evidence = record.evidence
+            known = source.evidence.artifact_digest
+            if record.role is not source.role or known is None or evidence.artifact_digest != known:
+                continue
+            if evidence.recipe_id != source.evidence.recipe_id or check_arm(source.role, evidence):
+                continue
+            evidence = source.evidence.model_copy(update={"report": evidence.report})
+            wanted = self._jobs(self._queries.queries, source.role, evidence)
+            found = reuse(wanted, source.role, self._recorded.samples(identified=True))
+            if len(found) < len(wanted):
+                return None
+            return ArmSession(evidence, partial(self._recall, found))
+        return None
+
+    async def _recall(self, found: list[SampleRecord], queries: Sequence[Query]) -> list[SampleRecord]:
+        names = {query.id for query in queries}
+        samples = [sample for sample in found if sample.query_id in names]
+        for sample in samples:
+            self._note(sample)
+        return samples
+
+    def _jobs(self, queries: Sequence[Query], role: Role, evidence: ArmEvidence) -> list[Job]:
+        return list(jobs(replace(self._queries, queries=tuple(queries)), self._policy, role, evidence))
+
+    def _note(self, record: SampleRecord) -> None:
+        self._grades[record.role, record.query_id, record.sample] = record.passed
+
+    def _note_and_report(self, record: SampleRecord) -> None:
+        self._note(record)
+        self._report(record.role, "sampling")
+
+    def _report(self, role: Role, phase: str) -> None:
+        mine = [grade for (owner, _, _), grade in self._grades.items() if owner is role]
+        differences = [
+            int(grade) - int(other)
+            for (owner, query, sample), grade in self._grades.items()
+            if owner is Role.TRAINING and grade is not None
+            if (other := self._grades.get((Role.SERVING, query, sample))) is not None
+        ]
+        self._on_progress(
+            Progress(
+                role=role,
+                phase=phase,
+                done=len(mine),
+                total=len(self._queries.queries) * self._policy.repeats,
+                passed=sum(grade is True for grade in mine),
+                failed=sum(grade is None for grade in mine),
+                gap=sum(differences) / len(differences) if differences else None,
+            )
+        )
