@@ -20,6 +20,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _HELD_SLEEP_S = 0.001
+_ABANDON = "trace-refit-abandon"
 _NO_IPC = (
     "update_weights_from_ipc is not supported: its worker loads and packs weights by itself, past the checks; use "
     "/update_weights_from_distributed, /update_weights_from_tensor or /update_weights_from_disk"
@@ -125,8 +126,26 @@ def _checked(result: object, self: Any, recv_req: Any) -> None:
         require(state.get().refit).poison("check_weights reset its tensors")
 
 
-def _pause(result: object, self: Any, recv_req: Any) -> None:
-    if (refit := state.get().refit) is not None:
+def _poll(result: list[Any], self: Any) -> list[Any]:
+    """Ends a session whose trainer is gone, on all ranks in one iteration, as SGLang does with its own time limits.
+
+    The first rank decides by its clock; what it adds here is broadcast with the requests that it received.
+    """
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+    refit = state.get().refit
+    if refit is None or not refit.is_overdue():
+        return result
+    return [*result, PauseGenerationReqInput(mode="in_place", rid=_ABANDON)]
+
+
+def _pause(original: Callable[..., None], self: Any, recv_req: Any) -> None:
+    refit = state.get().refit
+    if recv_req.rid == _ABANDON:
+        require(refit).abandon()
+        return
+    original(self, recv_req)
+    if refit is not None:
         refit.trainer_paused(True)
 
 
@@ -240,8 +259,9 @@ _ONE = ("self", "recv_req")
 
 HOOKS: tuple[Hook, ...] = (
     Hook("refit-start", f"{_SCHEDULER}.get_init_info", _AFTER, _start, "weight updates are not checked"),
-    Hook("refit-tick", f"{_SCHEDULER}.ingest_requests", _AFTER, _tick, "a session of a dead trainer never ends"),
-    Hook("refit-pause", f"{_SCHEDULER}.pause_generation", _AFTER, _pause, "a pause ends with a session", _ONE),
+    Hook("refit-tick", f"{_SCHEDULER}.ingest_requests", _AFTER, _tick, "requests in quarantine wait for ever"),
+    Hook("refit-poll", f"{_SCHEDULER}._poll_timeout_aborts", _AFTER, _poll, "a session of a dead trainer never ends"),
+    Hook("refit-pause", f"{_SCHEDULER}.pause_generation", _AROUND, _pause, "a pause ends with a session", _ONE),
     Hook("refit-continue", f"{_SCHEDULER}.continue_generation", _AFTER, _continue, "mixed weights generate", _ONE),
     Hook("refit-begin", f"{_UPDATER}.begin_weight_update", _AROUND, _begin, "mixed weights generate", _ONE),
     Hook("refit-end", f"{_UPDATER}.end_weight_update", _AROUND, _end, "half an update serves", _ONE),

@@ -66,20 +66,19 @@ class Refit:
 
     # The scheduler's own side: pauses, time limit, requests that come while nothing may be computed.
 
+    def is_overdue(self) -> bool:
+        """Whether the trainer of the open session was not heard for too long."""
+        return self.session is not None and self.session.idle_s() > state.get().spec.refit_timeout_s
+
+    def abandon(self) -> None:
+        """Ends an overdue session; the scheduler calls it on every rank in the same iteration."""
+        if self.session is not None:
+            self._close(f"the sender of the update was not heard for {state.get().spec.refit_timeout_s:.0f} s")
+
     def tick(self) -> None:
-        """Runs once a scheduler loop: ends a session whose sender is gone, turns requests away in quarantine."""
-        limit = state.get().spec.refit_timeout_s
-        if self.session is not None and self._abandoned(limit):
-            self._close(f"the sender of the update was not heard for {limit:.0f} s")
+        """Runs once a scheduler iteration, after requests were taken in: in quarantine they are turned away."""
         if self.quarantined is not None:
             self._hold.turn_away(self.refusal())
-
-    def _abandoned(self, limit: float) -> bool:
-        assert self.session is not None
-        if self._rank == 0:
-            return self.session.idle_s() > limit
-        # All ranks follow the clock of the first: they must agree on what is computed next.
-        return not state.get().telemetry.get("refit_session")
 
     def trainer_paused(self, paused: bool) -> None:
         self._hold.trainer_paused(paused)
@@ -309,6 +308,8 @@ def agree(group: Any, fault: str | None) -> str | None:
         return fault
     faults: list[str | None] = [None] * size
     torch.distributed.all_gather_object(faults, fault, group=group)
+    if len(set(faults)) == 1:
+        return fault
     return next((f"rank {rank}: {found}" for rank, found in enumerate(faults) if found is not None), None)
 
 
