@@ -34,7 +34,8 @@ class Collected:
     Attributes:
         options: what it asked for.
         name: its hints' name.
-        parts: rows read so far, one after the other from `options.first_token` on.
+        parts: rows read so far, one after the other from `options.first_token` on; only on the rank that answers.
+        end: position behind the last row that was read.
         finished: the last part has been read.
         failure: why rows could not be read; empty where they could.
     """
@@ -42,13 +43,9 @@ class Collected:
     options: HintOptions
     name: str
     parts: list[rows.Rows] = field(default_factory=list)
+    end: int = 0
     finished: bool = False
     failure: str = ""
-
-    @property
-    def end(self) -> int:
-        """Position behind the last row that was read."""
-        return self.options.first_token + sum(len(part) for part in self.parts)
 
 
 def request_options(req: Any) -> tuple[HintOptions, str] | None:
@@ -95,16 +92,28 @@ def _guarded(
 ) -> None:
     """Reads the rows up to `count`; a failure is kept for the answer to tell, since the answer itself is sound."""
     options, name = wanted
-    collected = getattr(req, _ATTRIBUTE, None) or Collected(options, name)
+    collected = getattr(req, _ATTRIBUTE, None) or Collected(options, name, end=options.first_token)
     setattr(req, _ATTRIBUTE, collected)
     collected.finished = finished
-    begin = min(collected.end, count)
+    begin, collected.end = min(collected.end, count), max(collected.end, count)
+    found: rows.Rows | str | None
     try:
         slots = req_to_token_pool.req_to_token[req.kv.req_pool_idx, begin:count].to(torch.int64)
-        collected.parts.append(rows.read(pool, slots, options))
+        found = rows.read(pool, slots, options)
     except Exception as exc:
-        collected.failure = f"{type(exc).__name__}: {exc}"
+        found = f"{type(exc).__name__}: {exc}"
         logger.exception("rows of request %s cannot be read", req.rid)
+    # A rank that failed takes part as well, or the others would wait for it.
+    engine = state.get()
+    try:
+        found = engine.ranks.gather(found, engine.kv_heads)
+    except Exception as exc:
+        found = f"{type(exc).__name__}: {exc}"
+        logger.exception("rows of request %s cannot be put together", req.rid)
+    if isinstance(found, str):
+        collected.failure = found
+    elif found is not None:
+        collected.parts.append(found)
 
 
 def answer(req: Any) -> dict[str, Any] | None:
@@ -113,7 +122,7 @@ def answer(req: Any) -> dict[str, Any] | None:
     Nothing that goes wrong here takes the answer, the engine or another request with it: it is counted, and said.
     """
     collected = getattr(req, _ATTRIBUTE, None)
-    if collected is None or not collected.finished or not req.finished():
+    if collected is None or not collected.finished or not req.finished() or state.get().ranks.rank:
         return None
     setattr(req, _ATTRIBUTE, None)
     engine = state.get()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from trace_serve import nvfp4
 from trace_serve.engine import state
+from trace_serve.engine.ranks import slices_of_rows
 from trace_serve.recipe import BLOCK, Recipe
 
 
@@ -31,7 +33,7 @@ def run(recipe: Recipe, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: T
     if recipe.experts == "w4a4":
         kept = engine.keeps("experts_in", layer.layer_id)
         inputs, quantized = engine.kernels.fake_quantize_activations(
-            x, static_scale=recipe.experts_in_scale(layer.layer_id), hints=kept, counters=engine.counters
+            x, static_scale=recipe.experts_in_scale(layer.layer_id), hints=kept, counters=engine.shared_counters
         )
         if kept:
             engine.capture("experts_in", layer.layer_id, quantized)
@@ -51,31 +53,44 @@ def _experts(recipe: Recipe, layer: Any, x: Tensor, topk_weights: Tensor, topk_i
     """x [T, H] BF16 to [T, H] BF16.
 
     Products are BF16, SiLU and its product with the up projection are FP32 and rounded once, and experts are summed
-    in FP32 in the order of their index.
+    in FP32 in the order of their index. Only the products go expert by expert; all else is done once for all of them.
     """
     engine = state.get()
+    # In numpy: these are a few integers, and each torch operation costs as much as a small product.
+    flat = topk_ids.flatten().numpy()
+    order = np.argsort(flat, kind="stable")
+    order = order[np.searchsorted(flat, 0, sorter=order) :]
+    experts, counts = (found.tolist() for found in np.unique(flat[order], return_counts=True))
+    rows, slots = (torch.from_numpy(found) for found in np.divmod(order, topk_ids.shape[1]))
     out = torch.zeros(x.shape[0], layer.w2_weight.shape[1], dtype=torch.float32)
-    kept = recipe.experts == "w4a4" and engine.keeps("experts_mid", layer.layer_id)
-    outcomes = MiddleOutcomes(topk_ids, layer.w2_weight.shape[2]) if kept else None
-    for expert in torch.unique(topk_ids).tolist():
-        if expert < 0:
-            continue
-        rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = linear(x[rows], layer.w13_weight[expert]).float().chunk(2, dim=-1)
-        middle = (silu(gate) * up).to(x.dtype)
-        if recipe.experts == "w4a4":
-            middle, quantized = engine.kernels.fake_quantize_activations(
-                middle, static_scale=recipe.experts_mid_scale(layer.layer_id), hints=kept, counters=engine.counters
-            )
-            if outcomes is not None:
-                outcomes.add(rows, slots, quantized)
+    if not experts:
+        return out.to(x.dtype)
+    gate, up = _products(x[rows], layer.w13_weight, experts, counts).float().chunk(2, dim=-1)
+    middle = (silu(gate) * up).to(x.dtype)
+    if recipe.experts == "w4a4":
+        kept = engine.keeps("experts_mid", layer.layer_id)
+        static = recipe.experts_mid_scale(layer.layer_id)
+        if engine.ranks.size > 1:
+            middle, quantized = slices_of_rows(engine.ranks, recipe, middle, static, kept, engine.counters)
         else:
-            middle = _rotated(recipe, middle)
-        product = linear(middle, layer.w2_weight[expert])
-        out.index_add_(0, rows, product.float() * topk_weights[rows, slots].float().unsqueeze(-1))
-    if outcomes is not None:
-        engine.capture("experts_mid", layer.layer_id, outcomes.quantized)
+            middle, quantized = engine.kernels.fake_quantize_activations(
+                middle, static_scale=static, hints=kept, counters=engine.counters
+            )
+        if kept:
+            outcomes = MiddleOutcomes(topk_ids, layer.w2_weight.shape[2])
+            outcomes.add(rows, slots, quantized)
+            engine.capture("experts_mid", layer.layer_id, outcomes.quantized)
+    else:
+        middle = _rotated(recipe, middle)
+    weights = topk_weights[rows, slots].float().unsqueeze(-1)
+    out.index_add_(0, rows, _products(middle, layer.w2_weight, experts, counts).float() * weights)
     return out.to(x.dtype)
+
+
+def _products(x: Tensor, weight: Tensor, experts: list[int], counts: list[int]) -> Tensor:
+    """Rows of each expert, one expert after the other, times its matrix: [N, K] and [E, M, K] to [N, M]."""
+    parts = [linear(rows, weight[expert]) for expert, rows in zip(experts, torch.split(x, counts), strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class MiddleOutcomes:
@@ -95,7 +110,7 @@ class MiddleOutcomes:
         self._global_scale = torch.ones(tokens * experts)
 
     def add(self, rows: Tensor, slots: Tensor, quantized: nvfp4.Quantized) -> None:
-        """Takes one expert's rows: int64 [N] tokens, int64 [N] places among a token's experts, N outcomes."""
+        """Takes rows of experts: int64 [N] tokens, int64 [N] places among a token's experts, N outcomes."""
         assert quantized.hints is not None
         at = rows * self._experts + slots
         self._hints.view(torch.int16)[at] = quantized.hints.view(torch.int16)

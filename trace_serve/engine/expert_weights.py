@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from trace_serve.engine import expert_images, state
+from trace_serve.engine.ranks import slice_of_weight
 from trace_serve.errors import EngineError
 from trace_serve.policy import expert_names
 
@@ -31,24 +32,38 @@ def quantize(layer: Any) -> None:
             raise EngineError(f"trace_nvfp4 experts run on the CPU engine in this version, got device {weight.device}")
         parts = 2 if name == "w13_weight" else 1
         known: dict[int, tuple[int, ...]] = layer.__dict__[f"_trace_{name}"]
-        for expert in range(weight.shape[0]):
+        new = [_is_new(layer.layer_id, expert, weight[expert], parts, known) for expert in range(weight.shape[0])]
+        engine.ranks.require_same(new, f"what they loaded of layer {layer.layer_id} {name}")
+        for expert in (expert for expert, is_new in enumerate(new) if is_new):
             rows = weight[expert]
-            found = _fingerprint(rows, parts)
-            fresh = [a != b for a, b in zip(found, known.get(expert, (0,) * parts), strict=True)]
-            if not any(fresh):
-                continue
-            images = [expert_images.holds(part) for part, is_fresh in zip(found, fresh, strict=True) if is_fresh]
-            if all(images):
-                known[expert] = found
-                continue
-            if any(images) or not all(fresh):
-                raise EngineError(
-                    f"layer {layer.layer_id} expert {expert}: the update replaced only one of gate and up, which "
-                    "share a global scale; send both"
-                )
-            rows.copy_(engine.kernels.fake_quantize_weight(rows, parts=parts, counters=engine.counters))
+            rows.copy_(_image(rows, parts))
             known[expert] = _fingerprint(rows, parts)
     engine.flush_counters()
+
+
+def _is_new(layer: int, expert: int, rows: Tensor, parts: int, known: dict[int, tuple[int, ...]]) -> bool:
+    """Whether a matrix holds freshly loaded weights that are no image yet; an image that was loaded becomes known."""
+    found = _fingerprint(rows, parts)
+    fresh = [a != b for a, b in zip(found, known.get(expert, (0,) * parts), strict=True)]
+    if not any(fresh):
+        return False
+    images = [expert_images.holds(part) for part, is_fresh in zip(found, fresh, strict=True) if is_fresh]
+    if all(images):
+        known[expert] = found
+        return False
+    if any(images) or not all(fresh):
+        raise EngineError(
+            f"layer {layer} expert {expert}: the update replaced only one of gate and up, which share a global scale; "
+            "send both"
+        )
+    return True
+
+
+def _image(rows: Tensor, parts: int) -> Tensor:
+    engine = state.get()
+    if engine.ranks.size > 1:
+        return slice_of_weight(engine.ranks, engine.spec.recipe, rows, parts, engine.counters)
+    return engine.kernels.fake_quantize_weight(rows, parts=parts, counters=engine.counters)
 
 
 def mark_loaded(model: Any, names: Iterable[str]) -> None:

@@ -58,6 +58,8 @@ class EngineConfig:
         stall_limit_s: seconds without a sign of life after which the scheduler counts as frozen.
         refit_timeout_s: seconds without a word from its trainer after which a weight update counts as failed.
         partial_refit: whether a weight update may leave tensors out, because they are not trained.
+        tensor_parallel: ranks that share the model, each with a core of its own on the CPU; it has to divide the KV
+            heads or be divided by them, and leave each expert a multiple of 16 intermediate values.
         device: `cpu` or `cuda`.
         extra_args: further arguments of SGLang's server, as on its command line.
     """
@@ -79,8 +81,17 @@ class EngineConfig:
     stall_limit_s: float = 20.0
     refit_timeout_s: float = 300.0
     partial_refit: bool = False
+    tensor_parallel: int = 1
     device: str = "cpu"
     extra_args: tuple[str, ...] = field(default=())
+
+
+def _cores_of_ranks(ranks: int) -> str:
+    """SGLang's list of cores for each rank, separated by `|`: equal shares, or one in turn where there are few."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // ranks)
+    groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(ranks)]
+    return "|".join(",".join(map(str, group)) for group in groups)
 
 
 def _free_port() -> int:
@@ -150,8 +161,12 @@ class EngineProcess:
         self._model_arguments = architecture.arguments(device=self.config.device)
         self._model_package = architecture.model_package
         check_directory(self.config.model, self.recipe)
+        if self.config.tensor_parallel < 1:
+            raise ConfigError(
+                f"tensor_parallel: got {self.config.tensor_parallel}, expected 1 or more ranks", field="tensor_parallel"
+            )
         self._run_dir = tempfile.TemporaryDirectory(prefix="trace-serve-engine-")
-        Telemetry(self._run_dir.name, create=True)
+        Telemetry(self._run_dir.name, create=True, ranks=self.config.tensor_parallel)
         if self.config.hint_dir is not None:
             self.config.hint_dir.mkdir(parents=True, exist_ok=True)
         self._port = _free_port()
@@ -196,6 +211,8 @@ class EngineProcess:
             env.update(SGLANG_USE_CPU_ENGINE="1", CUDA_VISIBLE_DEVICES="")
             # Two engines and their clients share the cores here; more threads than one a scheduler only contend.
             env.setdefault("OMP_NUM_THREADS", "1")
+            if self.config.tensor_parallel > 1:
+                env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_of_ranks(self.config.tensor_parallel))
         return env
 
     def _arguments(self) -> list[str]:
@@ -213,6 +230,8 @@ class EngineProcess:
             "--chunked-prefill-size": str(config.chunked_prefill_size),
             "--log-level": "warning",
         }
+        if config.tensor_parallel > 1:
+            arguments["--tp-size"] = str(config.tensor_parallel)
         if config.device == "cpu":
             arguments["--attention-backend"] = "torch_native"
         if config.context_length is not None:

@@ -21,6 +21,7 @@ def from_scheduler(scheduler: Any) -> dict[str, Any]:
     """
     engine = state.get()
     runner = scheduler.tp_worker.model_runner
+    engine.kv_heads = runner.model_config.get_total_num_kv_heads()
     experts = _experts(runner.model)
     kv = _kv(runner.token_to_kv_pool)
     _check(runner.model, runner.token_to_kv_pool, experts, kv)
@@ -37,6 +38,7 @@ def from_scheduler(scheduler: Any) -> dict[str, Any]:
         "experts": {key: value for key, value in experts.items() if key != "quantized"},
         "kv": kv,
         "hints": _hints(kv),
+        "tensor_parallel": engine.ranks.size,
         "memory": _memory(runner, experts["quantized"]),
         "startup": startup.of_scheduler(scheduler),
         "context_length": runner.model_config.context_len,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from trace_serve import nvfp4
+from trace_serve.engine.ranks import Ranks
 from trace_serve.engine.spec import EngineSpec
 from trace_serve.engine.telemetry import Telemetry
 from trace_serve.errors import EngineError
@@ -25,6 +26,8 @@ class EngineState:
     """One per process.
 
     Attributes:
+        ranks: this process's place among the tensor-parallel ranks, known once the scheduler loads its model.
+        kv_heads: KV heads of the whole model; 0 outside the scheduler.
         layers: layers of the model; 0 outside the scheduler.
         expert_slots: outcomes of quantizing experts' inputs, by site; empty outside the scheduler and where inputs
             stay BF16.
@@ -42,6 +45,8 @@ class EngineState:
         self.telemetry = Telemetry(spec.run_dir)
         self.kernels: RecipeKernels = kernels_for(spec.recipe, "cpu")
         self.counters: Tensor = nvfp4.new_counters()
+        self.ranks = Ranks()
+        self.kv_heads = 0
         self.layers = 0
         self.expert_slots: dict[str, ExpertSlots] = {}
         self.passes: SlotPasses | None = None
@@ -51,6 +56,11 @@ class EngineState:
         self.refit: Refit | None = None
         self.weight_version = 0
         self.version_labels: dict[int, str] = {}
+
+    @property
+    def shared_counters(self) -> Tensor | None:
+        """Where incidents are counted that every rank sees alike: on one of them."""
+        return self.counters if self.ranks.rank == 0 else None
 
     def begin_forward(self, locations: Tensor | None) -> None:
         """Announces a forward pass that will write the given KV slots."""

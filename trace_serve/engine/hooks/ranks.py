@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
+from trace_serve.engine import ranks, state
 from trace_serve.engine.hooks.base import Hook
+from trace_serve.errors import EngineError
 
 
 def _without_nccl(original: Callable[..., Any], self: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -21,7 +23,26 @@ def _without_nccl(original: Callable[..., Any], self: Any, group: Any, *args: An
     return None
 
 
+def _know_ranks(self: Any, *args: Any, **kwargs: Any) -> None:
+    engine = state.get()
+    engine.ranks = ranks.current()
+    if engine.ranks.size != engine.telemetry.ranks:
+        raise EngineError(
+            f"--tp-size: got {engine.ranks.size}, but the engine was started for {engine.telemetry.ranks} ranks; set "
+            "tensor_parallel of EngineConfig instead"
+        )
+    engine.telemetry.lane = engine.ranks.rank
+
+
 HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "ranks",
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        HookType.BEFORE,
+        _know_ranks,
+        "every rank rounds on a grid of its own",
+        ("self",),
+    ),
     Hook(
         "no-nccl-on-cpu",
         "sglang.srt.distributed.device_communicators.pynccl.PyNcclCommunicator.__init__",
