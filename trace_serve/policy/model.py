@@ -108,15 +108,21 @@ def check_recipe_fits(recipe: Recipe, model: ModelShape) -> None:
     """Refuses a recipe that the model's dimensions cannot carry.
 
     Raises:
-        PolicyError: a quantized dimension that is not a multiple of 16 or of its rotation width, or a layer index
-            outside the model.
+        PolicyError: a quantized dimension that is not a multiple of 16 or of its rotation width, or a layer index that
+            is outside the model or has nothing to quantize.
     """
-    for name, layers in (("expert_layers", recipe.expert_layers), ("kv_layers", recipe.kv_layers)):
-        if layers is not None and layers[-1] >= model.layers:
-            raise PolicyError(
-                f"recipe {name}: layer {layers[-1]} does not exist, the model has layers 0 to {model.layers - 1}",
-                field=name,
-            )
+    for name, chosen, there, without in (
+        ("expert_layers", recipe.expert_layers, model.expert_layers, "has no routed experts"),
+        ("kv_layers", recipe.kv_layers, model.attention_layers, "has no KV cache"),
+    ):
+        for layer in chosen or ():
+            if layer >= model.layers:
+                raise PolicyError(
+                    f"recipe {name}: layer {layer} does not exist, the model has layers 0 to {model.layers - 1}",
+                    field=name,
+                )
+            if layer not in there:
+                raise PolicyError(f"recipe {name}: layer {layer} {without}; choose among {list(there)}", field=name)
     if recipe.experts != "bf16":
         for what, width in (("hidden_size", model.hidden), ("intermediate_size", model.intermediate)):
             _check_divides(what, width, BLOCK, "the NVFP4 block", "experts")

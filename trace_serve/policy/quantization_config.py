@@ -13,7 +13,8 @@ from trace_serve.policy.storable import stores_kv_entry
 from trace_serve.policy.weights import TensorInfo
 from trace_serve.recipe import BLOCK, Recipe
 
-_ATTENTION = "self_attn"
+_BLOCKS = re.compile(r"(.*\.(?:self_attn|linear_attn|shared_expert))\..*")
+"""Blocks whose projections engines fuse under other names."""
 _EMBEDDING = "embed_tokens"
 
 
@@ -78,17 +79,18 @@ def modelopt_files(
 
 
 def _wildcard(module: str) -> str:
-    """Engines fuse q, k and v, and a layer's experts, and ask for the fused name, which only a wildcard matches."""
-    if expert := _experts_of(module):
-        return f"{expert}*"
-    head, found, _ = module.partition(f".{_ATTENTION}.")
-    return f"{head}.{_ATTENTION}*" if found else module
+    """Engines ask for a fused name, which only a wildcard over the block matches."""
+    block = _block_of(module)
+    return module if block is None else f"{block}*"
 
 
-def _experts_of(module: str) -> str | None:
-    """`model.layers.3.mlp.experts` for any matrix of these experts; None for other modules."""
+def _block_of(module: str) -> str | None:
+    """`model.layers.3.mlp.experts` for any matrix of these experts, `…self_attn` for its projections; else None."""
     matrix = expert_names.parse(module)
-    return None if matrix is None else module.removesuffix(f".{matrix.expert}.{matrix.own_name}")
+    if matrix is not None:
+        return module.removesuffix(f".{matrix.expert}.{matrix.own_name}")
+    found = _BLOCKS.fullmatch(module)
+    return None if found is None else found.group(1)
 
 
 def compressed_tensors_section(ignored: Iterable[str], recipe: Recipe) -> dict[str, Any]:
@@ -122,9 +124,9 @@ def compressed_tensors_section(ignored: Iterable[str], recipe: Recipe) -> dict[s
 
 
 def _expression(module: str) -> str:
-    """One expression for all experts of a layer: engines ask by names of their own for each of them."""
-    experts = _experts_of(module)
-    return module if experts is None else f"re:{re.escape(experts)}.*"
+    """As `_wildcard`; attention stays spelled out, since engines look up the parts of their fused q, k and v."""
+    block = _block_of(module)
+    return module if block is None or block.endswith("self_attn") else f"re:{re.escape(block)}.*"
 
 
 def config_files(

@@ -6,7 +6,8 @@ import pytest
 from tiny_model import CONFIG
 
 from trace_serve.errors import PolicyError
-from trace_serve.policy import ModelShape
+from trace_serve.policy import ModelShape, check_recipe_fits
+from trace_serve.recipe import Recipe
 
 HYBRID = {
     **{key: value for key, value in CONFIG.items() if key not in ("model_type", "num_local_experts")},
@@ -42,3 +43,12 @@ def test_dense_layers_of_qwen3_moe_have_no_experts() -> None:
     del config["linear_num_value_heads"]
     assert ModelShape.from_config({**config, "mlp_only_layers": [0, 5]}).expert_layers == (1, 2, 3, 4, 6, 7)
     assert ModelShape.from_config({**config, "decoder_sparse_step": 2}).expert_layers == (1, 3, 5, 7)
+
+
+def test_a_recipe_cannot_name_layers_that_have_nothing_to_quantize() -> None:
+    shape = ModelShape.from_config({"model_type": "qwen3_5_moe_text", **HYBRID, "mlp_only_layers": [2]})
+    check_recipe_fits(Recipe(expert_layers=(1, 3), kv_layers=(3,)), shape)
+    with pytest.raises(PolicyError, match=r"layer 2 has no KV cache; choose among \[3, 7\]"):
+        check_recipe_fits(Recipe(kv_layers=(2, 3)), shape)
+    with pytest.raises(PolicyError, match="layer 2 has no routed experts"):
+        check_recipe_fits(Recipe(expert_layers=(2,)), shape)
