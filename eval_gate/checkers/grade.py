@@ -1,28 +1,18 @@
-"""Grades one answer under one checker."""
+"""Grades one answer under one checker that is a program, in this process; `pool` puts it into a process of its own."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
-from eval_gate.checkers import specs, text
+from eval_gate.checkers import functions, schema, specs, symbolic, text, unit_tests
+from eval_gate.checkers.outcome import CheckerError, Grade
 
 MAX_ANSWER_CHARS = 1_000_000
 
 
-class Grade(NamedTuple):
-    """`passed`, and the part of the answer that was compared (None when nothing comparable was found)."""
-
-    passed: bool
-    extracted: str | None
-
-
-class CheckerError(Exception):
-    """The checker itself failed; the answer is neither right nor wrong."""
-
-
-def grade(checker: specs.Checker, response: str) -> Grade:
+def grade(checker: specs.Program, response: str) -> Grade:
     """Grades `response` after removing its reasoning.
 
     Raises:
@@ -36,7 +26,7 @@ def grade(checker: specs.Checker, response: str) -> Grade:
         raise CheckerError(f"{checker.type}: {type(exc).__name__}: {exc}") from exc
 
 
-def _grade(checker: specs.Checker, answer: str) -> Grade:
+def _grade(checker: specs.Program, answer: str) -> Grade:
     match checker:
         case specs.Exact():
             return Grade(answer == checker.expected.strip(), answer)
@@ -53,6 +43,14 @@ def _grade(checker: specs.Checker, answer: str) -> Grade:
             return _contains(checker, answer)
         case specs.JsonField():
             return _json_field(checker, answer)
+        case specs.Math():
+            return symbolic.grade(checker, answer)
+        case specs.JsonSchema():
+            return schema.grade(checker, answer)
+        case specs.UnitTests():
+            return unit_tests.grade(checker, answer)
+        case specs.PythonFunction():
+            return functions.grade(checker, answer)
 
 
 def _numeric(checker: specs.Numeric, answer: str) -> Grade:
@@ -91,8 +89,8 @@ def _contains(checker: specs.Contains, answer: str) -> Grade:
 
 
 def _json_field(checker: specs.JsonField, answer: str) -> Grade:
-    found = _first_object(answer)
-    if found is None:
+    found = text.first_json(answer, "{")
+    if not isinstance(found, dict):
         return Grade(False, None)
     value: Any = found
     for key in checker.path.split("."):
@@ -107,16 +105,3 @@ def _json_field(checker: specs.JsonField, answer: str) -> Grade:
         return Grade(text.normalize(value) == text.normalize(expected), value)
     same_type = isinstance(value, bool) == isinstance(expected, bool)
     return Grade(same_type and value == expected, json.dumps(value))
-
-
-def _first_object(answer: str) -> dict[str, Any] | None:
-    decoder = json.JSONDecoder()
-    start = answer.find("{")
-    while start != -1:
-        try:
-            value, _ = decoder.raw_decode(answer, start)
-        except ValueError:
-            start = answer.find("{", start + 1)
-            continue
-        return value if isinstance(value, dict) else None
-    return None

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 Text = Annotated[str, Field(min_length=1, max_length=20_000)]
+Source = Annotated[str, Field(min_length=1, max_length=200_000)]
 
 
 class _Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @property
+    def shown(self) -> str:
+        """What the checker looks for, as readers of a report see it."""
+        expected: Any = getattr(self, "expected", None)
+        if isinstance(expected, float):
+            return f"{expected:.12g}"
+        return expected if isinstance(expected, str) else json.dumps(expected)
 
 
 class Exact(_Spec):
@@ -57,6 +67,10 @@ class Regex(_Spec):
             raise ValueError(f"not a regular expression: {exc}") from exc
         return pattern
 
+    @property
+    def shown(self) -> str:
+        return f"/{self.pattern}/"
+
 
 class Choice(_Spec):
     """The first of `options` that the answer mentions as a whole word is `expected`."""
@@ -95,7 +109,122 @@ class JsonField(_Spec):
     expected: JsonValue
 
 
-Checker = Annotated[
-    Exact | Normalized | Numeric | Regex | Choice | Contains | JsonField,
+class Math(_Spec):
+    r"""Mathematically equal to `expected`, a LaTeX or plain expression.
+
+    The last `\boxed{}` after the reasoning counts, else the last expression found. Needs the extra `gate-math`.
+    """
+
+    type: Literal["math"]
+    expected: Text
+
+
+class JsonSchema(_Spec):
+    """The first JSON value of the answer is valid under `schema` (draft 2020-12). Needs the extra `gate-json`."""
+
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, JsonValue], Field(alias="schema")]
+
+    @property
+    def shown(self) -> str:
+        return json.dumps(self.json_schema)
+
+
+class UnitTests(_Spec):
+    """The last Python code block of the answer, then `tests`, run without an exception in a process of their own.
+
+    Attributes:
+        tests: Python statements that raise when the answer is wrong, such as `assert f(2) == 4`.
+        cpu_s: seconds of processor time; an answer that uses more is wrong.
+        memory_mb: address space of the process in MiB.
+    """
+
+    type: Literal["code"]
+    tests: Source
+    cpu_s: int = Field(default=5, ge=1, le=600)
+    memory_mb: int = Field(default=1024, ge=64, le=65_536)
+
+    @property
+    def shown(self) -> str:
+        return self.tests
+
+
+class PythonFunction(_Spec):
+    """`module:function`, called with the answer and `options`; returns a bool, or a pair (bool, text that counted)."""
+
+    type: Literal["python"]
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", max_length=300)]
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        expected = self.options.get("expected")
+        return expected if isinstance(expected, str) else f"{self.function} {json.dumps(self.options)}"
+
+
+class Judge(_Spec):
+    """A language model says whether the answer meets `rubric`; only ever beside a checker that is a program.
+
+    Attributes:
+        rubric: what a right answer must fulfil.
+        reference: an example of a right answer.
+    """
+
+    type: Literal["judge"]
+    rubric: Text
+    reference: Text | None = None
+
+    @property
+    def shown(self) -> str:
+        return self.reference or self.rubric
+
+
+Program = Annotated[
+    Exact
+    | Normalized
+    | Numeric
+    | Regex
+    | Choice
+    | Contains
+    | JsonField
+    | Math
+    | JsonSchema
+    | UnitTests
+    | PythonFunction,
     Field(discriminator="type"),
 ]
+"""A checker that needs no model."""
+
+
+class Judged(_Spec):
+    """The answer passes `checker`, and then the judge too; when it fails `checker`, the judge is not asked."""
+
+    type: Literal["judged"]
+    checker: Program
+    judge: Judge
+
+    @property
+    def shown(self) -> str:
+        return f"{self.checker.shown}; judged by: {self.judge.shown}"
+
+
+Checker = Annotated[
+    Exact
+    | Normalized
+    | Numeric
+    | Regex
+    | Choice
+    | Contains
+    | JsonField
+    | Math
+    | JsonSchema
+    | UnitTests
+    | PythonFunction
+    | Judged,
+    Field(discriminator="type"),
+]
+
+
+def program_of(checker: Checker) -> Program:
+    """The part of a checker that needs no model."""
+    return checker.checker if isinstance(checker, Judged) else checker

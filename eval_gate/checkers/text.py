@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
+from typing import Any
 
 _CLOSED_REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)
+_FENCE = re.compile(r"^[ \t]*```(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_ALIASES = {"python": ("py", "python3")}
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 _NUMBER = re.compile(r"[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+−]?\.\d+")
 
 
@@ -22,18 +27,17 @@ def strip_reasoning(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete `\boxed{...}`, with nested braces; None when there is none."""
-    found = None
-    start = text.find(r"\boxed{")
-    while start != -1:
-        begin = start + len(r"\boxed{")
-        depth, position = 1, begin
-        while position < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            position += 1
-        if depth == 0:
-            found = text[begin : position - 1]
-        start = text.find(r"\boxed{", begin)
+    r"""Content of the last complete `\boxed{...}` or `\fbox{...}`, nested braces kept; None when there is none."""
+    begins: list[int | None] = []
+    found: str | None = None
+    for match in _BRACE.finditer(text):
+        if match.group() == "}":
+            begin = begins.pop() if begins else None
+            # A box around others closes last, so it replaces what was found inside it.
+            if begin is not None:
+                found = text[begin : match.start()]
+        elif match.group().endswith("{") and not match.group().startswith("\\{"):
+            begins.append(match.end() if len(match.group()) > 1 else None)
     return found
 
 
@@ -61,3 +65,23 @@ def find_word(needle: str, text: str) -> int:
     """Index of `needle` as whole words in `text` (both already in the same case), or -1."""
     match = re.search(rf"(?<!\w){re.escape(needle)}(?!\w)", text)
     return match.start() if match else -1
+
+
+def first_json(text: str, opening: str = "{[") -> dict[str, Any] | list[Any] | None:
+    """The first JSON object or array (`opening` may leave one out) amid prose or code fences; None without one."""
+    decoder = json.JSONDecoder()
+    for match in re.finditer(f"[{re.escape(opening)}]", text):
+        try:
+            value, _ = decoder.raw_decode(text, match.start())
+        except ValueError:
+            continue
+        if isinstance(value, dict | list):
+            return value
+    return None
+
+
+def last_code_block(text: str, language: str) -> str:
+    """The last fenced block in `language` or without one; the whole text when it has no fence."""
+    names = {"", language, *_ALIASES.get(language, ())}
+    blocks = [match["code"] for match in _FENCE.finditer(text) if match["language"].casefold() in names]
+    return blocks[-1] if blocks else text
