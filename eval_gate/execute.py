@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from eval_gate.arms.base import Exchange
 from eval_gate.arms.evidence import ArmEvidence
-from eval_gate.arms.http import ChatArm, Exchange
+from eval_gate.arms.http import HttpArm as ChatArm
 from eval_gate.arms.records import ErrorClass, Failure, ResultsLog, Role, SampleRecord, cache_key
-from eval_gate.checkers import CheckerError, grade
+from eval_gate.checkers import CheckerError, grade, program_of
 from eval_gate.policy import GatePolicy
 from eval_gate.queries import Query, QuerySet
 
@@ -85,7 +86,7 @@ def graded(query: Query, record: SampleRecord) -> SampleRecord:
     if record.text is None:
         return record
     try:
-        result = grade(query.checker, record.text)
+        result = grade(program_of(query.checker), record.text)
     except CheckerError as exc:
         failure = Failure(kind=ErrorClass.CHECKER, message=str(exc))
         return record.model_copy(update={"passed": None, "extracted": None, "failure": failure})

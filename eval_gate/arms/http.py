@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 from pydantic import ValidationError
 
+from eval_gate.arms.base import Exchange, unanswered
 from eval_gate.arms.evidence import EngineReport
 from eval_gate.arms.records import ErrorClass, Failure
 from eval_gate.arms.retry import RETRIED, RetryPolicy, classify_status, parse_retry_after
@@ -45,22 +46,8 @@ class Endpoint:
         return self.url.rstrip("/").removesuffix("/v1")
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """What came of one request, retries included; `failure` is None exactly when `text` is set."""
-
-    response: Any
-    text: str | None
-    finish_reason: str | None
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    latency_s: float | None
-    attempts: int
-    failure: Failure | None
-
-
-class ChatArm:
-    """Client of one endpoint; an async context manager."""
+class HttpArm:
+    """Client of one endpoint; an async context manager. A body with `prompt` goes to the completions route."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -108,7 +95,7 @@ class ChatArm:
             raise EngineError(f"{self._endpoint.root}/trace/report: {place}: {fault['msg']}") from exc
 
     async def complete(self, body: dict[str, Any]) -> Exchange:
-        """Sends one chat completion; retries connection faults, 429 and 5xx only. Never raises for a bad answer."""
+        """Sends one request; retries connection faults, 429 and 5xx only. Never raises for a bad answer."""
         async with self._slots:
             attempt = 0
             while True:
@@ -119,11 +106,29 @@ class ChatArm:
                     return exchange
                 await asyncio.sleep(self._endpoint.retry.delay_s(attempt, retry_after))
 
+    async def tokenize(self, body: dict[str, Any]) -> list[int] | None:
+        """Asks `/tokenize` as SGLang and vLLM have it; None when the endpoint has no such route or refuses."""
+        assert self._session is not None
+        prompt = {name: body[name] for name in ("messages", "prompt") if name in body}
+        async with self._slots:
+            for path in ("/tokenize", "/v1/tokenize"):
+                try:
+                    async with self._session.post(
+                        self._endpoint.root + path, json={"model": self.model, **prompt}
+                    ) as response:
+                        raw = await _read_limited(response)
+                        if response.status == 200:
+                            return _token_ids(raw)
+                except (aiohttp.ClientError, TimeoutError, _AnswerTooLongError):
+                    return None
+        return None
+
     async def _attempt(self, body: dict[str, Any], attempt: int) -> tuple[Exchange, float | None]:
         assert self._session is not None
+        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         started = time.monotonic()
         try:
-            async with self._session.post(f"{self._endpoint.root}/v1/chat/completions", json=body) as response:
+            async with self._session.post(self._endpoint.root + path, json=body) as response:
                 raw = await _read_limited(response)
                 latency = time.monotonic() - started
                 if response.status != 200:
@@ -131,15 +136,15 @@ class ChatArm:
                     message = f"HTTP {response.status}: {text[:_MESSAGE_CHARS]}"
                     failure = Failure(kind=classify_status(response.status), message=message)
                     wait = parse_retry_after(response.headers.get("Retry-After"))
-                    return _failed(failure, attempt, latency, response=text), wait
+                    return unanswered(failure, attempt, latency, response=text), wait
         except TimeoutError:
             message = f"no complete answer in {self._endpoint.timeout_s:g} s"
-            return _failed(Failure(kind=ErrorClass.TIMEOUT, message=message), attempt, None), None
+            return unanswered(Failure(kind=ErrorClass.TIMEOUT, message=message), attempt, None), None
         except aiohttp.ClientError as exc:
             message = f"{type(exc).__name__}: {exc}"[:_MESSAGE_CHARS]
-            return _failed(Failure(kind=ErrorClass.CONNECTION, message=message), attempt, None), None
+            return unanswered(Failure(kind=ErrorClass.CONNECTION, message=message), attempt, None), None
         except _AnswerTooLongError as exc:
-            return _failed(Failure(kind=ErrorClass.RESPONSE, message=str(exc)), attempt, None), None
+            return unanswered(Failure(kind=ErrorClass.RESPONSE, message=str(exc)), attempt, None), None
         return _parse(raw, attempt, latency), None
 
     async def _served_name(self) -> str:
@@ -181,28 +186,37 @@ async def _read_limited(response: aiohttp.ClientResponse) -> bytes:
     return b"".join(parts)
 
 
-def _failed(failure: Failure, attempts: int, latency_s: float | None, response: Any = None) -> Exchange:
-    return Exchange(response, None, None, None, None, latency_s, attempts, failure)
+def _token_ids(raw: bytes) -> list[int] | None:
+    try:
+        tokens = orjson.loads(raw)["tokens"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return None
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        return None
+    return tokens
 
 
 def _parse(raw: bytes, attempts: int, latency_s: float) -> Exchange:
     try:
         body = orjson.loads(raw)
         choice = body["choices"][0]
-        text = choice["message"]["content"]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
         finish = choice.get("finish_reason")
         usage = body.get("usage") or {}
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
     except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as exc:
-        message = f"not a chat completion ({type(exc).__name__}: {exc})"
+        message = f"not a completion ({type(exc).__name__}: {exc})"
         shown = raw[:_MESSAGE_CHARS].decode("utf-8", "replace")
-        return _failed(Failure(kind=ErrorClass.RESPONSE, message=message), attempts, latency_s, response=shown)
+        return unanswered(Failure(kind=ErrorClass.RESPONSE, message=message), attempts, latency_s, response=shown)
     # An answer of special tokens only reaches us as null in some servers.
     text = "" if text is None and finish in ("stop", "length") else text
     if not isinstance(text, str) or finish not in ("stop", "length"):
         message = f"got finish_reason {finish!r} and content of type {type(text).__name__}, expected a finished answer"
-        return _failed(Failure(kind=ErrorClass.RESPONSE, message=message), attempts, latency_s, response=body)
+        return unanswered(Failure(kind=ErrorClass.RESPONSE, message=message), attempts, latency_s, response=body)
     counts = [
         value if isinstance(value, int) and not isinstance(value, bool) else None for value in (prompt, completion)
     ]
     return Exchange(body, text, finish, counts[0], counts[1], latency_s, attempts, None)
+
+
+ChatArm = HttpArm

@@ -33,6 +33,8 @@ class ErrorClass(StrEnum):
     REQUEST = "http_4xx"
     RESPONSE = "bad_response"
     CHECKER = "checker"
+    JUDGE = "judge"
+    BUDGET = "budget"
     MISSING = "missing"
 
 
@@ -43,6 +45,22 @@ class Failure(BaseModel):
 
     kind: ErrorClass
     message: str
+
+
+class Judgement(BaseModel):
+    """What the judge said of one answer.
+
+    Attributes:
+        key: digest of everything the judge saw and of who it was; the same key is the same judgement.
+        passed: its verdict.
+        text: its own words.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    key: str
+    passed: bool
+    text: str
 
 
 class SampleRecord(BaseModel):
@@ -56,6 +74,7 @@ class SampleRecord(BaseModel):
         latency_s: seconds from sending the last attempt to its answer.
         attempts: requests made, retries included.
         passed: the grade; None when there is none, and then `failure` says why.
+        judgement: the judge's part of the grade, where the checker has a judge.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -75,6 +94,7 @@ class SampleRecord(BaseModel):
     attempts: int = 0
     passed: bool | None = None
     extracted: str | None = None
+    judgement: Judgement | None = None
     failure: Failure | None = None
 
 

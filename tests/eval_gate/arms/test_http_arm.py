@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from eval_gate.arms.http import ChatArm, Endpoint, Exchange
+from eval_gate.arms.base import Exchange
+from eval_gate.arms.http import Endpoint, HttpArm
 from eval_gate.arms.records import ErrorClass
 from eval_gate.arms.retry import RetryPolicy, parse_retry_after
 from trace_serve.errors import EngineError
@@ -22,7 +23,7 @@ def body(prompt: str) -> dict[str, Any]:
 
 async def ask(url: str, *prompts: str, timeout_s: float = 5.0, concurrency: int = 4) -> list[Exchange]:
     endpoint = Endpoint(url, timeout_s=timeout_s, concurrency=concurrency, retry=QUICK)
-    async with ChatArm(endpoint) as arm:
+    async with HttpArm(endpoint) as arm:
         return list(await asyncio.gather(*(arm.complete(body(prompt)) for prompt in prompts)))
 
 
@@ -75,7 +76,7 @@ async def test_the_key_is_sent_and_the_served_name_is_asked_for(start_server: Ca
     server = start_server()
     endpoint = Endpoint(server.url + "/v1/", api_key="secret")
     assert "secret" not in repr(endpoint)
-    async with ChatArm(endpoint) as arm:
+    async with HttpArm(endpoint) as arm:
         await arm.complete(body("hello"))
         assert arm.model == "same-name"
     assert server.authorizations == ["Bearer secret"]
@@ -110,7 +111,7 @@ async def test_a_report_is_read_or_absent_or_refused(
     start_server: Callable[[], Any], engine_report: Callable[..., dict[str, Any]]
 ) -> None:
     server = start_server()
-    async with ChatArm(Endpoint(server.url)) as arm:
+    async with HttpArm(Endpoint(server.url)) as arm:
         assert await arm.report() is None
         server.report = engine_report("fp4")
         report = await arm.report()
