@@ -24,6 +24,8 @@ class GatePolicy(BaseModel):
         looks: how often the data are looked at, in equal parts of the queries; more than one can stop early.
         spending: bounds of those looks: `obf` (O'Brien-Fleming: strict early, lenient last) or `pocock` (constant).
         temperature: sampling temperature; 0 is greedy.
+        api: route that both arms are asked on: `chat`, or `completions` without a chat template.
+        judge: served name of the model that judges, where checkers have a judge.
         max_queries: size of the seeded random subsample; None takes every query.
         sample_seed: seed of that subsample and of the order.
         error_cap: largest share of samples without a grade.
@@ -45,6 +47,8 @@ class GatePolicy(BaseModel):
     looks: int = Field(default=1, ge=1, le=20)
     spending: Literal["obf", "pocock"] = "obf"
     temperature: float = Field(default=0.0, ge=0, le=2)
+    api: Literal["chat", "completions"] = "chat"
+    judge: str | None = None
     max_queries: int | None = Field(default=None, ge=1)
     sample_seed: int = 0
     error_cap: float = Field(default=0.02, ge=0, lt=1)
