@@ -78,13 +78,14 @@ class Architecture:
         family = ".qwen3_5" if self.name.startswith("Qwen3_5") else ""
         return f"trace_serve.engine.models{family}"
 
-    def check(self, recipe: Recipe, *, device: str, context_length: int | None = None) -> None:
+    def check(self, recipe: Recipe, *, device: str, context_length: int | None = None, ranks: int = 1) -> None:
         """Refuses what would fail late or answer wrongly.
 
         Args:
             recipe: numeric choices of the engine.
             device: `cpu` or `cuda`.
             context_length: longest prompt plus answer; None is the model's own limit.
+            ranks: tensor-parallel ranks that share the model.
 
         Raises:
             ConfigError: SGLang or the CPU engine cannot serve this architecture.
@@ -92,7 +93,7 @@ class Architecture:
         """
         if device == "cpu" or not recipe.is_bf16:
             self._check_attention()
-        self._check_family()
+        self._check_family(ranks)
         self._check_window(context_length)
         self._check_recipe(recipe)
 
@@ -121,10 +122,15 @@ class Architecture:
                 "without them"
             )
 
-    def _check_family(self) -> None:
+    def _check_family(self, ranks: int) -> None:
         clip = self.text.get("clip_qkv")
         if clip is not None and "Olmoe" in self.name:
             raise self._refuse(f"config clip_qkv is {clip!r} and SGLang does not clip; expected null")
+        if ranks > 1 and "Olmoe" in self.name:
+            raise self._refuse(
+                f"it norms q and k over all heads together, and SGLang would norm each of {ranks} ranks' heads alone; "
+                "start with tensor_parallel=1"
+            )
         if not self._is_hybrid_family:
             return
         stated = self.text.get("layer_types")

@@ -157,7 +157,12 @@ class EngineProcess:
                 f"model {self.config.model}: no config.json there; expected a Hugging Face model directory"
             )
         architecture = Architecture.of(self.config.model)
-        architecture.check(self.recipe, device=self.config.device, context_length=self.config.context_length)
+        architecture.check(
+            self.recipe,
+            device=self.config.device,
+            context_length=self.config.context_length,
+            ranks=self.config.tensor_parallel,
+        )
         self._model_arguments = architecture.arguments(device=self.config.device)
         self._model_package = architecture.model_package
         check_directory(self.config.model, self.recipe)

@@ -86,6 +86,13 @@ def test_olmoe_with_clipping_is_refused() -> None:
         check({**olmoe, "clip_qkv": 8.0}, Recipe())
 
 
+def test_olmoe_on_several_ranks_is_refused() -> None:
+    olmoe = Architecture({**MOE, "architectures": ["OlmoeForCausalLM"]})
+    with pytest.raises(ConfigError, match=r"each of 2 ranks' heads alone; start with tensor_parallel=1"):
+        olmoe.check(PRESETS["bf16"], device="cpu", ranks=2)
+    olmoe.check(PRESETS["bf16"], device="cpu", ranks=1)
+
+
 def test_layer_types_that_sglang_would_build_otherwise_are_refused() -> None:
     types = ["linear_attention", "full_attention"] * 20
     with pytest.raises(ConfigError, match=r"20 full-attention layers, .* \(4, default 4\), which gives 10"):
