@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 64
 MEAN_NATS, LARGEST_NATS = 0.01, 0.2
-ALIGNED = 0.9
+ALIGNED = 0.97
 HYBRID = "qwen3_5_moe"
 KV_LAYERS = {"mixtral": (0, 1, 2, 3), "qwen3_moe": (0, 1, 2, 3), "olmoe": (0, 1, 2, 3), HYBRID: (1, 3)}
 
