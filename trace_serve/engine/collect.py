@@ -106,7 +106,7 @@ def _guarded(
     # A rank that failed takes part as well, or the others would wait for it.
     engine = state.get()
     try:
-        found = engine.ranks.gather(found, engine.kv_heads)
+        found = engine.ranks.gather(found, engine.widths)
     except Exception as exc:
         found = f"{type(exc).__name__}: {exc}"
         logger.exception("rows of request %s cannot be put together", req.rid)

@@ -7,7 +7,7 @@ rounds on the same grid. A rank's rows are its slice; rank 0 answers, so it gath
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trace_serve import nvfp4
 from trace_serve.errors import EngineError
-from trace_serve.recipe import Recipe
+from trace_serve.recipe import BLOCK, Recipe
 
 if TYPE_CHECKING:
     from trace_serve.engine.rows import Rows
@@ -56,27 +56,27 @@ class Ranks:
         if bool((self.largest(mine.clone()) != mine).any()):
             raise EngineError(f"ranks differ in {what}; send the same update to every rank")
 
-    def gather(self, local: Rows | str, kv_heads: int) -> Rows | str | None:
+    def gather(self, local: Rows | str, widths: Mapping[str, int]) -> Rows | str | None:
         """Puts the rows of one request together on rank 0.
 
         Every rank calls this for the same requests in the same order.
 
         Args:
             local: this rank's rows, or why it has none.
-            kv_heads: of the whole model; more ranks than heads hold copies.
+            widths: blocks of each site, see `assemble`.
 
         Returns:
             On rank 0 the whole rows, or why there are none; None on the others.
         """
         if self.size == 1:
-            return local
+            return local if isinstance(local, str) else assemble([local], widths)
         everyone: list[Any] | None = [None] * self.size if self.rank == 0 else None
         first = dist.get_process_group_ranks(self.group)[0]
         dist.gather_object(local, everyone, dst=first, group=self.group)
         if everyone is None:
             return None
         failures = [f"rank {i}: {found}" for i, found in enumerate(everyone) if isinstance(found, str)]
-        return "; ".join(failures) if failures else assemble(everyone, kv_heads)
+        return "; ".join(failures) if failures else assemble(everyone, widths)
 
 
 def current() -> Ranks:
@@ -89,8 +89,24 @@ def current() -> Ranks:
     return Ranks(parallel.tp_rank, parallel.tp_size, parallel.tp_group.cpu_group)
 
 
-def assemble(parts: Sequence[Rows], kv_heads: int) -> Rows:
+def widths_of(model_config: Any) -> dict[str, int]:
+    """Blocks of 16 in a row of each site that ranks share, of one group: see `assemble`.
+
+    Args:
+        model_config: SGLang's, before it pads heads and intermediate size to what the ranks divide.
+    """
+    text = model_config.hf_text_config
+    middle = int(getattr(text, "moe_intermediate_size", 0) or getattr(text, "intermediate_size", 0))
+    heads = model_config.get_total_num_kv_heads() * model_config.head_dim // BLOCK
+    return {"k": heads, "v": heads, "experts_mid": middle // BLOCK}
+
+
+def assemble(parts: Sequence[Rows], widths: Mapping[str, int]) -> Rows:
     """The rows of one request from those of all ranks, in their order.
+
+    Args:
+        parts: one a rank. SGLang pads heads and intermediate sizes that the ranks do not divide, at the end.
+        widths: blocks of each shared site (`k`, `v`, `experts_mid`: of one expert) without padding.
 
     Raises:
         EngineError: ranks differ in what has to be the same on all of them.
@@ -101,39 +117,38 @@ def assemble(parts: Sequence[Rows], kv_heads: int) -> Rows:
         pairs = zip(part.sites, first.sites, strict=False)
         if not same or any((a.name, a.layers) != (b.name, b.layers) for a, b in pairs):
             raise EngineError(f"rank {rank} read other rows than rank 0: {len(part)} and {len(first)} tokens")
-    sites = tuple(_site([part.sites[i] for part in parts], kv_heads) for i in range(len(first.sites)))
+    sites = tuple(_site([part.sites[i] for part in parts], widths) for i in range(len(first.sites)))
     return replace(first, sites=sites)
 
 
-def _site(parts: Sequence[Site], kv_heads: int) -> Site:
+def _site(parts: Sequence[Site], widths: Mapping[str, int]) -> Site:
     first = parts[0]
     present = np.logical_and.reduce([part.present for part in parts])
-    if first.name == "experts_in":
-        # Every rank rounds the whole input, so the copies are equal.
+    if first.name not in widths:
+        # Every rank rounds the whole of it, so the copies are equal.
         return replace(first, present=present)
-    if first.name in ("k", "v"):
-        # Ranks beyond the number of heads hold copies of their neighbour's.
-        chosen = parts[:: max(1, len(parts) // kv_heads)]
-        groups = 1
-    else:
-        chosen, groups = parts, first.groups
-        if any(not np.array_equal(_required(part.global_log2), _required(first.global_log2)) for part in parts):
-            raise EngineError(f"{first.name}: ranks have other global scales of the same rows")
-    bits = _joined([part.bits for part in chosen], groups)
-    scales = _joined([_required(part.scales) for part in chosen], groups)
+    if first.global_log2 is not None and any(
+        not np.array_equal(_required(part.global_log2), first.global_log2) for part in parts
+    ):
+        raise EngineError(f"{first.name}: ranks have other global scales of the same rows")
+    width = widths[first.name]
+    bits = _joined([part.bits for part in parts], first.groups, width)
+    scales = _joined([_required(part.scales) for part in parts], first.groups, width)
     return replace(first, bits=bits, scales=scales, present=present)
+
+
+def _joined(slices: Sequence[NDArray[Any]], groups: int, width: int) -> NDArray[Any]:
+    """[T, L, G * n] of every rank to [T, L, G * width], the slices of one group beside each other."""
+    tokens, layers, blocks = slices[0].shape
+    if len(slices) == 1 and blocks == groups * width:
+        return slices[0]
+    whole = np.concatenate([one.reshape(tokens, layers, groups, -1) for one in slices], axis=3)
+    return np.ascontiguousarray(whole[..., :width].reshape(tokens, layers, -1))
 
 
 def _required(array: NDArray[Any] | None) -> NDArray[Any]:
     assert array is not None
     return array
-
-
-def _joined(slices: Sequence[NDArray[Any]], groups: int) -> NDArray[Any]:
-    """[T, L, G * n] of every rank to [T, L, G * sum of n], the ranks' slices of one group beside each other."""
-    tokens, layers = slices[0].shape[:2]
-    split = [one.reshape(tokens, layers, groups, -1) for one in slices]
-    return np.ascontiguousarray(np.concatenate(split, axis=3).reshape(tokens, layers, -1))
 
 
 def slice_of_weight(ranks: Ranks, recipe: Recipe, weight: Tensor, parts: int, counters: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ def from_scheduler(scheduler: Any) -> dict[str, Any]:
     """
     engine = state.get()
     runner = scheduler.tp_worker.model_runner
-    engine.kv_heads = runner.model_config.get_total_num_kv_heads()
     experts = _experts(runner.model)
     kv = _kv(runner.token_to_kv_pool)
     _check(runner.model, runner.token_to_kv_pool, experts, kv)

@@ -27,7 +27,7 @@ class EngineState:
 
     Attributes:
         ranks: this process's place among the tensor-parallel ranks, known once the scheduler loads its model.
-        kv_heads: KV heads of the whole model; 0 outside the scheduler.
+        widths: blocks of the sites that ranks share, see `ranks.widths_of`; empty outside the scheduler.
         layers: layers of the model; 0 outside the scheduler.
         expert_slots: outcomes of quantizing experts' inputs, by site; empty outside the scheduler and where inputs
             stay BF16.
@@ -46,7 +46,7 @@ class EngineState:
         self.kernels: RecipeKernels = kernels_for(spec.recipe, "cpu")
         self.counters: Tensor = nvfp4.new_counters()
         self.ranks = Ranks()
-        self.kv_heads = 0
+        self.widths: dict[str, int] = {}
         self.layers = 0
         self.expert_slots: dict[str, ExpertSlots] = {}
         self.passes: SlotPasses | None = None

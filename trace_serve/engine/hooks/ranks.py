@@ -26,6 +26,7 @@ def _without_nccl(original: Callable[..., Any], self: Any, group: Any, *args: An
 def _know_ranks(self: Any, *args: Any, **kwargs: Any) -> None:
     engine = state.get()
     engine.ranks = ranks.current()
+    engine.widths = ranks.widths_of(self.model_config)
     if engine.ranks.size != engine.telemetry.ranks:
         raise EngineError(
             f"--tp-size: got {engine.ranks.size}, but the engine was started for {engine.telemetry.ranks} ranks; set "
