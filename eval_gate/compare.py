@@ -11,6 +11,7 @@ from eval_gate.outcomes import Outcomes
 from eval_gate.policy import GatePolicy
 from eval_gate.stats import mcnemar
 from eval_gate.stats.clustered import fixed_set_standard_error, paired_difference
+from eval_gate.stats.effective import effective_score_upper
 from eval_gate.stats.floor import zero_discordance_floor
 from eval_gate.stats.relative import relative_loss_interval
 from eval_gate.stats.rule import with_floor
@@ -29,7 +30,7 @@ def method_name(outcomes: Outcomes, policy: GatePolicy) -> str:
     if _binary(outcomes, policy):
         kind = "score interval" if relative else "Tango score interval"
         return f"{confidence} {kind}{relative}{looks}"
-    return f"{confidence} t interval of the paired difference, standard error by cluster{relative}{looks}"
+    return f"{confidence} t interval of the paired difference by cluster, with a score bound above{relative}{looks}"
 
 
 _SPENDING = {"obf": "O'Brien-Fleming", "pocock": "Pocock"}
@@ -69,14 +70,35 @@ def compare(
 
 
 def upper_bound(outcomes: Outcomes, policy: GatePolicy, level: float) -> float:
-    """Upper bound of the gap at a one-sided level, unscored queries lost, never under the zero-discordance floor."""
+    """Upper bound of the gap at a one-sided level, unscored queries lost, never under the zero-discordance floor.
+
+    Under a relative margin r this and `lower_bound` bound what decides: the relative loss for binary samples, else
+    (1 - r) p_A - p_B, brought to the scale of the gap at the measured training pass rate. The bound lies under r p_A
+    exactly when the loss is shown to be smaller than r.
+    """
     floor = zero_discordance_floor(outcomes.take(outcomes.scored).units, level)
-    return with_floor(bounds(outcomes, policy, level, unscored=1.0), floor).upper
+    if policy.mode == "fixed-set":
+        found = _fixed_set(outcomes, policy, level, unscored=1.0).upper
+    elif _binary(outcomes, policy):
+        found = _score(outcomes, policy, level, unscored=1.0).upper
+    else:
+        differences = np.where(outcomes.scored, outcomes.training - outcomes.serving, 1.0)
+        score = effective_score_upper(differences, _clusters(outcomes), 1 - 2 * level)
+        found = float(np.maximum(_by_cluster(outcomes, policy, level, unscored=1.0).upper, score))
+    return with_floor(Interval(math.nan, found), floor).upper
 
 
 def lower_bound(outcomes: Outcomes, policy: GatePolicy, level: float) -> float:
     """Lower bound of the gap at a one-sided level, unscored queries gained."""
-    return bounds(outcomes, policy, level, unscored=-1.0).lower
+    if policy.mode == "fixed-set":
+        return _fixed_set(outcomes, policy, level, unscored=-1.0).lower
+    if not _binary(outcomes, policy):
+        return _by_cluster(outcomes, policy, level, unscored=-1.0).lower
+    found = _score(outcomes, policy, level, unscored=-1.0).lower
+    if policy.looks == 1:
+        return found
+    # Early looks ask for a far tail of few queries, where the score's lower bound alone blocks too often.
+    return float(np.minimum(found, _by_cluster(outcomes, policy, level, unscored=-1.0).lower))
 
 
 def margin_in_effect(policy: GatePolicy, training_pass_rate: float) -> float:
@@ -84,35 +106,41 @@ def margin_in_effect(policy: GatePolicy, training_pass_rate: float) -> float:
     return policy.margin * training_pass_rate if policy.margin_kind == "relative" else policy.margin
 
 
-def bounds(outcomes: Outcomes, policy: GatePolicy, level: float, *, unscored: float) -> Interval:
-    """Confidence interval of the gap with every unscored query's difference set to `unscored` (1 or -1).
+def _score(outcomes: Outcomes, policy: GatePolicy, level: float, *, unscored: float) -> Interval:
+    table = outcomes.table(unscored=unscored)
+    if policy.margin_kind == "absolute":
+        return tango_interval(table, 1 - 2 * level)
+    loss = relative_loss_interval(table, 1 - 2 * level)
+    rate = _mean(outcomes.training[outcomes.scored])
+    return Interval(loss.lower * rate, loss.upper * rate)
 
-    Under a relative margin r the interval is that of what decides: the relative loss for binary samples, else
-    (1 - r) p_A - p_B, brought to the scale of the gap at the measured training pass rate. It lies under
-    r p_A exactly when the loss is shown to be smaller than r.
-    """
-    confidence = 1 - 2 * level
-    relative = policy.margin_kind == "relative"
-    scored = outcomes.scored
-    rate = _mean(outcomes.training[scored])
-    if policy.mode == "population" and _binary(outcomes, policy):
-        table = outcomes.table(unscored=unscored)
-        if not relative:
-            return tango_interval(table, confidence)
-        loss = relative_loss_interval(table, confidence)
-        return Interval(loss.lower * rate, loss.upper * rate)
-    kept = 1 - policy.margin if relative else 1.0
-    shift = policy.margin * rate if relative else 0.0
-    differences = np.where(scored, kept * outcomes.training - outcomes.serving, kept if unscored > 0 else -1.0)
-    if policy.mode == "fixed-set":
-        rows = outcomes.take(scored)
-        error = fixed_set_standard_error(rows.training, rows.serving, policy.repeats, policy.repeats, weight_a=kept)
-        middle = _mean(differences) + shift
-        reach = two_sided_z(confidence) * error
-        return Interval(middle - reach, middle + reach)
-    clusters = outcomes.clusters if outcomes.clustered else None
-    found = paired_difference(differences, clusters).interval(confidence)
+
+def _by_cluster(outcomes: Outcomes, policy: GatePolicy, level: float, *, unscored: float) -> Interval:
+    weighted, shift, _ = _weighted(outcomes, policy, unscored)
+    found = paired_difference(weighted, _clusters(outcomes)).interval(1 - 2 * level)
     return Interval(found.lower + shift, found.upper + shift)
+
+
+def _fixed_set(outcomes: Outcomes, policy: GatePolicy, level: float, *, unscored: float) -> Interval:
+    weighted, shift, kept = _weighted(outcomes, policy, unscored)
+    rows = outcomes.take(outcomes.scored)
+    error = fixed_set_standard_error(rows.training, rows.serving, policy.repeats, policy.repeats, weight_a=kept)
+    middle = _mean(weighted) + shift
+    reach = two_sided_z(1 - 2 * level) * error
+    return Interval(middle - reach, middle + reach)
+
+
+def _weighted(outcomes: Outcomes, policy: GatePolicy, unscored: float) -> tuple[NDArray[np.float64], float, float]:
+    """float64 [n] whose mean decides, the shift that brings it back to the gap's scale, and A's weight in it."""
+    relative = policy.margin_kind == "relative"
+    kept = 1 - policy.margin if relative else 1.0
+    shift = policy.margin * _mean(outcomes.training[outcomes.scored]) if relative else 0.0
+    values = np.where(outcomes.scored, kept * outcomes.training - outcomes.serving, kept if unscored > 0 else -1.0)
+    return values, shift, kept
+
+
+def _clusters(outcomes: Outcomes) -> NDArray[np.intp] | None:
+    return outcomes.clusters if outcomes.clustered else None
 
 
 def _binary(outcomes: Outcomes, policy: GatePolicy) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,12 +43,13 @@ class Outcomes:
     def take(self, rows: NDArray[np.bool_] | NDArray[np.intp]) -> Outcomes:
         return Outcomes(self.training[rows], self.serving[rows], self.clusters[rows])
 
-    @property
+    @cached_property
     def scored(self) -> NDArray[np.bool_]:
         """bool [n]: every sample of both arms has a grade."""
-        return ~np.isnan(self.training) & ~np.isnan(self.serving)
+        missing: NDArray[np.bool_] = np.isnan(self.training) | np.isnan(self.serving)
+        return ~missing
 
-    @property
+    @cached_property
     def units(self) -> int:
         """Clusters: the rows that count as independent."""
         return len(np.unique(self.clusters))

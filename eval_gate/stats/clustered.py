@@ -55,9 +55,9 @@ def paired_difference(
     if n == 0:
         return PairedEstimate(math.nan, math.nan, 0)
     mean = math.fsum(values) / n
-    residuals = values - mean
+    residuals: NDArray[np.float64] = values - mean
     if clusters is not None:
-        residuals = np.bincount(cluster_numbers(clusters), weights=residuals)
+        residuals = np.bincount(cluster_numbers(clusters), weights=residuals).astype(np.float64)
     groups = len(residuals)
     if groups < 2:
         return PairedEstimate(mean, math.nan, 0)
@@ -66,10 +66,11 @@ def paired_difference(
 
 
 def cluster_numbers(labels: Sequence[Hashable] | NDArray[np.intp]) -> NDArray[np.intp]:
-    """Labels as numbers 0 ... G-1 without gaps, in order of first appearance."""
+    """Labels as numbers 0 ... G-1 without gaps."""
+    if isinstance(labels, np.ndarray):
+        return np.unique(labels, return_inverse=True)[1]
     numbers: dict[Hashable, int] = {}
-    values = labels.tolist() if isinstance(labels, np.ndarray) else labels
-    return np.fromiter((numbers.setdefault(label, len(numbers)) for label in values), dtype=np.intp, count=len(labels))
+    return np.fromiter((numbers.setdefault(label, len(numbers)) for label in labels), dtype=np.intp, count=len(labels))
 
 
 def fixed_set_standard_error(
