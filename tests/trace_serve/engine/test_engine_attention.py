@@ -287,3 +287,23 @@ def test_hints_are_the_same_bits_in_chunks_behind_a_prefix_and_in_a_batch(
         assert batched["meta_info"]["output_token_logprobs"] == alone["meta_info"]["output_token_logprobs"]
         assert_rows_equal(decoded(batched), decoded(alone))
     assert agreement(decoded(batched), decoded(alone), slice(0, 45)) > 0.97
+
+
+@pytest.mark.engine
+def test_the_report_gives_memory_as_a_card_would_hold_it_and_where_the_start_went(fp4_engine: EngineProcess) -> None:
+    report = fp4_engine.request("/trace/report")
+    memory = report["memory"]
+    layers, experts = engine_model.LAYERS, engine_model.EXPERTS
+    values = layers * experts * 3 * engine_model.INTERMEDIATE * engine_model.HIDDEN
+    assert memory["experts_bytes_bf16"] == 2 * values
+    # Codes, block scales, and three FP32 global scales an expert.
+    assert memory["experts_bytes_packed"] == values // 2 + values // 16 + 12 * layers * experts
+    assert memory["weights_bytes_packed"] == memory["weights_bytes"] - 2 * values + memory["experts_bytes_packed"]
+    slots = memory["kv_bytes"] / report["kv"]["bytes_per_token"]
+    assert report["max_total_num_tokens"] <= slots <= report["max_total_num_tokens"] + 64
+    assert memory["total_bytes_packed"] == memory["weights_bytes_packed"] + memory["kv_bytes"]
+    assert memory["hints_bytes"] > 0
+    startup = report["startup"]
+    assert list(startup["phases_s"]) == ["python", "plugin and the modules it hooks", "seams", "arguments", "scheduler"]
+    assert all(seconds > 0 for seconds in startup["phases_s"].values())
+    assert startup["total_s"] == pytest.approx(sum(startup["phases_s"].values()))
