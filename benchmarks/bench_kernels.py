@@ -1,10 +1,15 @@
 """Table of the NVFP4 kernels on this CPU beside a memory copy and public CPU implementations, same data, same run.
 
-    python benchmarks/bench_kernels.py [--rows 2048] [--columns 2048] [--repeats 21]
+    python benchmarks/bench_kernels.py [--rows 2048] [--large-rows 24576] [--columns 2048] [--repeats 15]
 
-`copy` in a row is the time of copying memory with the same traffic (bytes read plus bytes written) in one thread;
-`ratio` is the kernel's time over it. The cases run in a new order every repeat, so that the machine's load and what the
-case before left in the caches fall on each of them; the spread is the middle half. torch runs in one thread.
+`ratio` is a kernel's time over that of copying memory with the same traffic (bytes read plus bytes written) to memory
+that is mapped already. "given memory" is the kernel under the same conditions; "new results" is what callers see, where
+large results also cost the system's mapping of their pages. `--rows` fits the last-level cache of most servers, where a
+copy runs at that cache's speed; `--large-rows` does not fit, and there a copy is a copy of memory.
+
+Times are CPU time of the one thread that everything runs in, so that other processes on the cores do not count. The
+cases run in a new order every repeat, each right after its copy; ratios are taken within a repeat, and the spread is
+their middle half.
 """
 
 from __future__ import annotations
@@ -23,10 +28,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from trace_serve.kernels import cpu_loops, get_kernels
-from trace_serve.recipe import BLOCK
+from trace_serve.kernels import cpu_decode, cpu_loops, get_kernels
+from trace_serve.nvfp4.global_scale import pow2_fraction_and_bias
+from trace_serve.recipe import BLOCK, E2M1_MAX, E4M3_MAX
 
-BACKENDS = tuple(get_kernels(name) for name in ("cpu", "reference"))
+CPU, REFERENCE = (get_kernels(name) for name in ("cpu", "reference"))
+GIVEN, NEW = "given memory", "new results"
 
 
 @dataclass
@@ -37,82 +44,71 @@ class Case:
     name: str
     traffic: int
     run: Callable[[], object]
+    memory: str = NEW
     seconds: list[float] = field(default_factory=list)
-
-    def median(self) -> float:
-        return statistics.median(self.seconds)
+    ratios: list[float] = field(default_factory=list)
 
 
-def quantize_cases(x: torch.Tensor) -> list[Case]:
+def new_result_cases(x: torch.Tensor, *, reference: bool) -> list[Case]:
+    """What callers see: every call allocates its results."""
     rows, k = x.shape
-    written = rows * (k // 2 + k // BLOCK + 4)
+    plain = x.nbytes + rows * (k // 2 + k // BLOCK + 4)
     hints, values = rows * k // 8, rows * k * 2
     cases = []
-    for kernels in BACKENDS:
+    for kernels in (CPU, REFERENCE) if reference else (CPU,):
         name = kernels.name
-        traffic = x.nbytes + written
         for suffix, extra, options in [
             ("", 0, {}),
             (" + hints", hints, {"hints": True}),
-            (", rotated by 16", 0, {"rotation": 16}),
             (", rotated by 64", 0, {"rotation": 64}),
-            (", rotated by 128", 0, {"rotation": 128}),
         ]:
-            cases.append(
-                Case("quantize", f"{name}{suffix}", traffic + extra, partial(kernels.quantize_rows, x, **options))
-            )
-        cases.append(Case("quantize", f"{name} + values", traffic + values, partial(kernels.fake_quantize_rows, x)))
+            run = partial(kernels.quantize_rows, x, **options)
+            cases.append(Case("quantize", f"{name}{suffix}", plain + extra, run))
+        cases.append(Case("quantize", f"{name} + values", plain + values, partial(kernels.fake_quantize_rows, x)))
+    q = CPU.quantize_rows(x, global_scale=1.0)
+    heads, dim = x.shape[1] // 64, 64
+    codes, scales = q.codes.view(-1, heads, dim // 2), q.scales.view(-1, heads, dim // BLOCK)
+    index = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
+    for kernels in (CPU, REFERENCE) if reference else (CPU,):
+        run = partial(kernels.gather_dequantize, codes, scales, index, 1.0)
+        cases.append(Case("gather and dequantize", kernels.name, codes.nbytes + scales.nbytes + values, run))
+    if reference:
+        for kernels in (CPU, REFERENCE):
+            run = partial(kernels.hint_bits, codes)
+            cases.append(Case("hint bits of packed codes", kernels.name, codes.nbytes + hints, run))
     return cases
 
 
 def given_memory_cases(x: torch.Tensor) -> list[Case]:
-    """The CPU loops into memory that is mapped already: without the page faults of new large results."""
+    """The CPU loops into memory that is mapped already."""
     rows, k = x.shape
-    bits = x.view(torch.uint16).numpy()
-    codes, scales = np.zeros((rows, k // 2), np.uint8), np.zeros((rows, k // BLOCK), np.uint8)
-    g, hints = np.zeros(rows, np.float32), np.zeros((rows, k // BLOCK), np.uint16)
-    values, counters = np.zeros((rows, k), np.uint16), np.zeros(3, np.int64)
-    index = np.random.default_rng(1).permutation(rows)
-    one, zero = np.float32(1), np.float32(0)
-    quantize = partial(cpu_loops.quantize_rows, bits, 0, one, zero, codes, scales, g)
-    traffic = x.nbytes + codes.nbytes + scales.nbytes + g.nbytes
-    return [
-        Case("into given memory", "cpu", traffic, partial(quantize, hints[:0], values[:0], counters)),
-        Case(
-            "into given memory", "cpu + hints", traffic + hints.nbytes, partial(quantize, hints, values[:0], counters)
-        ),
-        Case(
-            "into given memory",
-            "cpu, gather and dequantize",
-            codes.nbytes + scales.nbytes + values.nbytes,
-            partial(cpu_loops.gather_dequantize, codes, scales, index, one, values),
-        ),
-    ]
+    codes, scales = torch.zeros(rows, k // 2, dtype=torch.uint8), torch.zeros(rows, k // BLOCK, dtype=torch.uint8)
+    g, hints = torch.zeros(rows), torch.zeros(rows, k // BLOCK, dtype=torch.int16)
+    values, counters = torch.zeros(rows, k, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
+    index = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
+    one = np.float32(1)
+    fraction, bias = pow2_fraction_and_bias(E4M3_MAX)
 
-
-def hint_cases(x: torch.Tensor) -> list[Case]:
-    codes = get_kernels("cpu").quantize_rows(x).codes
-    traffic = codes.nbytes + codes.nbytes // 4
-    return [
-        Case("hint bits of packed codes", kernels.name, traffic, partial(kernels.hint_bits, codes))
-        for kernels in BACKENDS
-    ]
-
-
-def gather_cases(x: torch.Tensor) -> list[Case]:
-    q = get_kernels("cpu").quantize_rows(x, global_scale=1.0)
-    heads, dim = x.shape[1] // 64, 64
-    codes, scales = q.codes.view(-1, heads, dim // 2), q.scales.view(-1, heads, dim // BLOCK)
-    index = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(1))
-    traffic = codes.nbytes + scales.nbytes + x.numel() * 2
-    return [
-        Case(
-            "gather and dequantize",
-            kernels.name,
-            traffic,
-            partial(kernels.gather_dequantize, codes, scales, index, 1.0),
+    def quantize(mode: int, hint_words: torch.Tensor | None, kept: torch.Tensor | None) -> None:
+        cpu_loops.quantize_rows(
+            *(x.data_ptr(), rows, k, 2, 0, one, mode, one, one, one, fraction, bias, np.float32(E2M1_MAX * E4M3_MAX)),
+            *(0, 0, False, False, codes.data_ptr(), scales.data_ptr(), g.data_ptr()),
+            *(0 if tensor is None else tensor.data_ptr() for tensor in (hint_words, kept, counters)),
         )
-        for kernels in BACKENDS
+
+    def gather() -> None:
+        addresses = codes.data_ptr(), scales.data_ptr()
+        cpu_decode.gather_dequantize(*addresses, rows, k, index.data_ptr(), rows, one, values.data_ptr())
+
+    traffic = x.nbytes + codes.nbytes + scales.nbytes + g.nbytes
+    token, static = cpu_loops.POW2_PER_TOKEN, cpu_loops.STATIC
+    read = codes.nbytes + scales.nbytes
+    return [
+        Case("quantize", "cpu", traffic, partial(quantize, token, None, None), GIVEN),
+        Case("quantize", "cpu + hints", traffic + hints.nbytes, partial(quantize, token, hints, None), GIVEN),
+        Case("quantize", "cpu, static scale", traffic, partial(quantize, static, None, None), GIVEN),
+        Case("quantize", "cpu + values", traffic + values.nbytes, partial(quantize, token, None, values), GIVEN),
+        Case("gather and dequantize", "cpu", read + values.nbytes, gather, GIVEN),
     ]
 
 
@@ -170,63 +166,82 @@ def public_cases(x: torch.Tensor) -> tuple[list[Case], list[str]]:
     return cases, absent
 
 
-def copy_case(traffic: int) -> Case:
-    source = np.ones(traffic // 2, dtype=np.uint8)
-    target = np.empty_like(source)
-    return Case("copy", str(traffic), traffic, partial(np.copyto, target, source))
+class Copies:
+    """Copies of memory with a given traffic."""
+
+    def __init__(self, most: int) -> None:
+        self._source = np.ones(most // 2, dtype=np.uint8)
+        self._target = np.zeros(most // 2, dtype=np.uint8)
+
+    def run(self, traffic: int) -> None:
+        np.copyto(self._target[: traffic // 2], self._source[: traffic // 2])
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.thread_time()
+    run()
+    return time.thread_time() - start
 
 
 def measure(cases: list[Case], repeats: int) -> None:
+    copies = Copies(max(case.traffic for case in cases))
     for case in cases:
         case.run()
     order = random.Random(0)
     for _ in range(repeats):
         for case in order.sample(cases, len(cases)):
-            start = time.perf_counter()
-            case.run()
-            case.seconds.append(time.perf_counter() - start)
+            copies.run(case.traffic)
+            copy = seconds(partial(copies.run, case.traffic))
+            case.seconds.append(seconds(case.run))
+            case.ratios.append(case.seconds[-1] / copy)
 
 
-def print_table(cases: list[Case], copies: dict[int, Case]) -> None:
-    print(f"{'':52}{'median ms':>11}{'middle half':>17}{'GB/s':>8}{'copy ms':>9}{'ratio':>7}")
-    group = ""
+def print_table(title: str, cases: list[Case]) -> None:
+    print(f"\n{title}")
+    print(f"{'':44}{'memory':>14}{'median ms':>11}{'GB/s':>7}{'ratio':>8}{'middle half':>16}")
     for case in cases:
-        if case.group != group:
-            group = case.group
-            print(group)
-        low, _, high = statistics.quantiles(case.seconds, n=4)
-        copy = copies[case.traffic].median()
+        middle = statistics.median(case.seconds)
+        low, ratio, high = statistics.quantiles(case.ratios, n=4)
         print(
-            f"  {case.name:50}{case.median() * 1e3:11.3f}{f'{low * 1e3:.3f}-{high * 1e3:.3f}':>17}"
-            f"{case.traffic / case.median() / 1e9:8.2f}{copy * 1e3:9.3f}{case.median() / copy:7.1f}"
+            f"  {case.group + ', ' + case.name:42}{case.memory:>14}{middle * 1e3:11.3f}"
+            f"{case.traffic / middle / 1e9:7.1f}{ratio:8.2f}{f'{low:.2f}-{high:.2f}':>16}"
         )
 
 
 def print_summary(cases: list[Case]) -> None:
-    by_name = {(case.group, case.name): case.median() for case in cases}
-    plain, hints = by_name["into given memory", "cpu"], by_name["into given memory", "cpu + hints"]
-    print(f"hints cost {100 * (hints / plain - 1):+.1f}% on top of quantizing")
+    by_name = {(case.group, case.name, case.memory): case for case in cases}
+    plain, hints = (by_name["quantize", name, GIVEN].seconds for name in ("cpu", "cpu + hints"))
+    extra = [100 * (b / a - 1) for a, b in zip(plain, hints, strict=True)]
+    low, middle, high = statistics.quantiles(extra, n=4)
+    print(f"hints cost {middle:+.1f}% on top of quantizing ({low:+.1f} to {high:+.1f})")
     for group, name in [("quantize", "cpu + hints"), ("quantize", "cpu + values"), ("gather and dequantize", "cpu")]:
-        reference = by_name[group, name.replace("cpu", "reference")]
-        print(f"{group}, {name}: {reference / by_name[group, name]:.1f} times as fast as the torch reference")
+        reference = by_name.get((group, name.replace("cpu", "reference"), NEW))
+        if reference is not None:
+            times = statistics.median(reference.seconds) / statistics.median(by_name[group, name, NEW].seconds)
+            print(f"{group}, {name}: {times:.0f} times as fast as the torch reference")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--columns", type=int, default=2048, help="a multiple of 128")
-    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--large-rows", type=int, default=24576)
+    parser.add_argument("--columns", type=int, default=2048, help="a multiple of 64")
+    parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    x = torch.randn(options.rows, options.columns, dtype=torch.bfloat16)
+    print(f"{platform.machine()}, torch {torch.__version__}, one thread")
+    large = torch.randn(options.large_rows, options.columns, dtype=torch.bfloat16)
+    cases = [*given_memory_cases(large), *new_result_cases(large, reference=False)]
+    measure(cases, options.repeats)
+    print_table(f"beyond the caches: BF16 {list(large.shape)}, {large.nbytes >> 20} MiB", cases)
+    print_summary(cases)
+    x = large[: options.rows].clone()
     public, absent = public_cases(x)
-    cases = [*quantize_cases(x), *public, *hint_cases(x), *gather_cases(x), *given_memory_cases(x)]
-    copies = {traffic: copy_case(traffic) for traffic in sorted({case.traffic for case in cases})}
-    measure([*cases, *copies.values()], options.repeats)
-    print(f"{platform.machine()}, torch {torch.__version__}, BF16 [{options.rows}, {options.columns}], one thread")
-    print_table(cases, copies)
+    cases = [*given_memory_cases(x), *new_result_cases(x, reference=True), *public]
+    measure(cases, options.repeats)
+    print_table(f"in the caches: BF16 {list(x.shape)}, {x.nbytes >> 20} MiB", cases)
     print_summary(cases)
     for reason in absent:
         print(f"not measured, {reason}")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, int32, int64, types, uint8, uint16, uint32
 
-from trace_serve.kernels.cpu_memory import pointer
+from trace_serve.kernels.cpu_memory import fetch_ahead, pointer
 from trace_serve.kernels.cpu_stages import STRIP, compiled, spread
 
 _LOW_BITS = np.int32(0x00010001)
@@ -167,6 +167,9 @@ def gather_dequantize(
     strip_bytes = carray(pointer(bytes_of.ctypes.data), size // 8, np.uint8)
     for first in range(0, count, together):
         rows = min(together, count - first)
+        for r in range(rows, min(rows + together, count - first)):
+            fetch_ahead(codes + index[first + r] * half, half)
+            fetch_ahead(scale_bytes + index[first + r] * blocks, blocks)
         for r in range(rows):
             slot = index[first + r]
             copy(carray(pointer(codes + slot * half), half, np.uint8), strip_codes[r * half : (r + 1) * half])

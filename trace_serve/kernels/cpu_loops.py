@@ -171,6 +171,9 @@ def quantize_rows(
         n = min(step, total - start)
         b0, nb = start // 16, n // 16
         here = x + start * itemsize
+        # The strip after the next, fetched in four parts: memory is read while the steps compute.
+        later = here + 2 * step * itemsize
+        quarter = step * itemsize // 4 if start + 3 * step <= total else 0
         out_codes, out_scales = all_codes[start // 2 : (start + n) // 2], all_scales[b0 : b0 + nb]
         if in_bits:
             if itemsize == 2:
@@ -182,9 +185,9 @@ def quantize_rows(
             stages.pair_maxima(bits[:n], pairs[: n // 2])
         else:
             stages.pair_maxima_bf16(carray(pointer(here), n // 2, np.uint32), pairs[: n // 2])
-        if start + n < total:
-            fetch_ahead(here + n * itemsize, min(step, total - start - n) * itemsize)
+        fetch_ahead(later, quarter)
         stages.block_maxima(pairs[: n // 2], maxima[:nb])
+        fetch_ahead(later + quarter, quarter)
         low, high, widest = np.int32(_MAGNITUDE), np.int32(0), np.int32(0)
         for first in range(0, n, width):
             i, j = first // 16, min(first + width, n) // 16
@@ -213,6 +216,7 @@ def quantize_rows(
                 stages.divisors(scales[i:j], decode, factors[i:j])
             else:
                 stages.reciprocals(scales[i:j], decode, factors[i:j])
+        fetch_ahead(later + 2 * quarter, quarter)
         stages.spread(factors[:nb], lanes[: n // 2])
         if by_rule:
             stages.codes_by_rule(bits[:n], lanes[: n // 2], divide, ties_up, out_codes)
@@ -227,6 +231,7 @@ def quantize_rows(
                 bits[:n], maxima[:nb], unrounded[:nb], lanes[: n // 2], divide, zero_block, out_codes, out_scales,
                 scales[:nb], incidents,
             )  # fmt: skip
+        fetch_ahead(later + 3 * quarter, quarter)
         if hints != 0:
             words = carray(pointer(hints + 2 * b0), nb, np.uint16)
             stages.hint_words(carray(pointer(codes + start // 2), nb, np.uint64), words)

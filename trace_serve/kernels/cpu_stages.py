@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64, njit, types, uint8, uint16, uint32, uint64
 
-STRIP = 4096
+STRIP = 2048
 """Values that go through the steps together: a row of a usual hidden size, or several short ones."""
 
 _LANES = 8
