@@ -195,6 +195,16 @@ def test_a_directory_lifts_the_quarantine_too(
     assert client.outcome(engine) == fresh_b
 
 
+def wait_until_closed(engine: EngineProcess) -> bool:
+    """Whether the engine closes the open session by itself, within a minute."""
+    deadline = time.monotonic() + 60
+    while client.weights(engine)["session_open"]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
 @pytest.mark.parametrize("touched", [False, True])
 def test_a_trainer_that_dies_does_not_hold_the_engine(
     engine: EngineProcess, fresh_b: tuple[list[float], list[bytes]], a: dict[str, torch.Tensor], touched: bool
@@ -202,10 +212,7 @@ def test_a_trainer_that_dies_does_not_hold_the_engine(
     assert client.post(engine, "/begin_weight_update")[0]
     if touched:
         assert client.send(engine, [(GATE, a[GATE])])[0]
-    deadline = time.monotonic() + 60
-    while client.weights(engine)["session_open"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    assert wait_until_closed(engine)
     if touched:
         assert_refuses_to_generate(engine, "not heard")
     else:
@@ -455,3 +462,33 @@ def test_rotated_experts_with_4over6_survive_updates_whole_and_partial(
     assert_refuses_to_generate(engine, "other half")
     assert load(engine, model_b)[0]
     assert client.outcome(engine) == fresh
+
+
+def test_two_ranks_take_refuse_and_give_up_updates_together(
+    a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], model_a: Path, model_b: Path, tmp_path: Path
+) -> None:
+    config = EngineConfig(
+        model=model_b,
+        recipe=Recipe(),
+        log_path=tmp_path / "engine.log",
+        max_total_tokens=1024,
+        refit_timeout_s=4.0,
+        tensor_parallel=2,
+    )
+    with EngineProcess(config) as engine:
+        engine.wait_ready(START_TIMEOUT_S)
+        fresh = client.outcome(engine)
+        push(engine, a)
+        with_a = client.outcome(engine)
+        assert with_a != fresh
+        assert load(engine, model_b)[0]
+        assert client.outcome(engine) == fresh
+        with pytest.raises(EngineError, match=r"NaN.*old weights serve"):
+            push(engine, {**b, **dict(client.changed(GATE, b[GATE], float("nan")))})
+        assert client.outcome(engine) == fresh
+        assert client.post(engine, "/begin_weight_update")[0]
+        assert client.send(engine, [(DOWN, a[DOWN])])[0]
+        assert wait_until_closed(engine)
+        assert_refuses_to_generate(engine, "not heard")
+        assert load(engine, model_a)[0]
+        assert client.outcome(engine) == with_a

@@ -20,7 +20,7 @@ from trace_serve.hints import wire
 pytestmark = pytest.mark.engine
 
 PROMPT = engine_model.token_ids(41, 30)
-NEW = 160
+NEW = 600
 ALL = {"sink": "inline", "scale": "byte", "versions": "all"}
 
 
