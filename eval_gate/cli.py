@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,11 @@ import typer
 from rich.console import Console
 
 from eval_gate.arms.records import Role
+from eval_gate.commands.aa import aa
+from eval_gate.commands.compare import compare
+from eval_gate.commands.options import MarginKind, Mode, Rule, Spending
+from eval_gate.commands.plan import plan
+from eval_gate.commands.report import report
 from eval_gate.policy import GatePolicy
 from eval_gate.report.progress import live_progress
 from eval_gate.report.terminal import print_verdict
@@ -31,32 +35,8 @@ app = typer.Typer(
 )
 
 
-class Rule(StrEnum):
-    """Decision rules of `--rule`."""
-
-    CI = "ci"
-    POINT = "point"
-
-
-class MarginKind(StrEnum):
-    """What `--margin` is a share of."""
-
-    ABSOLUTE = "absolute"
-    RELATIVE = "relative"
-
-
-class Spending(StrEnum):
-    """Bounds of several looks, for `--spending`."""
-
-    OBF = "obf"
-    POCOCK = "pocock"
-
-
-class Mode(StrEnum):
-    """Claims of `--mode`."""
-
-    POPULATION = "population"
-    FIXED_SET = "fixed-set"
+for command in (compare, plan, aa, report):
+    app.command()(command)
 
 
 @app.command()

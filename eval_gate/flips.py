@@ -38,10 +38,11 @@ def flipped_queries(pairs: Sequence[Pair]) -> tuple[FlippedQuery, ...]:
 
 def first_difference(left: Sequence[str], right: Sequence[str]) -> int:
     """Index of the first element in which two sequences differ; the shorter length when one begins the other."""
-    for index, (one, two) in enumerate(zip(left, right, strict=False)):
-        if one != two:
-            return index
-    return min(len(left), len(right))
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle - 1)
+    return low
 
 
 def _disagreeing(pair: Pair) -> tuple[SampleRecord, SampleRecord]:

@@ -20,7 +20,14 @@ _REACH = 8.5
 
 
 def crossing_probability(fractions: Sequence[float], bounds: Sequence[float], sides: Literal[1, 2] = 1) -> float:
-    """Probability under no drift that a sequence of z statistics ever reaches its bounds.
+    """Probability under no drift that a sequence of z statistics ever reaches its bounds; see `stopping`."""
+    return math.fsum(stopping(fractions, bounds, sides))
+
+
+def stopping(
+    fractions: Sequence[float], bounds: Sequence[float], sides: Literal[1, 2] = 1, drift: float = 0.0
+) -> tuple[float, ...]:
+    """Probability of reaching a bound for the first time at each look.
 
     z_k = B(t_k) / sqrt(t_k) for a Brownian motion B; the density of paths that have not crossed is carried from look to
     look by Gauss-Legendre quadrature.
@@ -29,6 +36,7 @@ def crossing_probability(fractions: Sequence[float], bounds: Sequence[float], si
         fractions: t_k, information at each look as a share of the last one's; rising, the last need not be 1.
         bounds: critical value of z_k at each look.
         sides: 1 counts z_k >= bound, 2 counts |z_k| >= bound.
+        drift: mean of B at 1; with information 1 at the last look it is the mean of the last z.
 
     Source: P. Armitage, C. K. McPherson, B. C. Rowe, J. R. Stat. Soc. A 132 (1969) 235-244; C. Jennison,
     B. W. Turnbull, Group Sequential Methods (2000), chapter 19.
@@ -41,23 +49,26 @@ def crossing_probability(fractions: Sequence[float], bounds: Sequence[float], si
         raise ValueError(f"got {len(bounds)} bounds for {len(fractions)} looks")
     places: NDArray[np.float64] = np.zeros(1)
     masses: NDArray[np.float64] = np.ones(1)
-    crossed = 0.0
+    crossed = []
     before = 0.0
     for fraction, bound in zip(fractions, bounds, strict=True):
         step = math.sqrt(fraction - before)
+        centres = places + drift * (fraction - before)
         high = bound * math.sqrt(fraction)
-        crossed += float(masses @ ndtr((places - high) / step))
-        if sides == 2:
-            crossed += float(masses @ ndtr((-high - places) / step))
-        low = -high if sides == 2 else -_REACH * math.sqrt(fraction)
-        top = min(high, _REACH * math.sqrt(fraction))
-        low = max(low, -_REACH * math.sqrt(fraction))
+        above = float(masses @ ndtr((centres - high) / step))
+        below = float(masses @ ndtr((-high - centres) / step)) if sides == 2 else 0.0
+        crossed.append(above + below)
+        reach = _REACH * math.sqrt(fraction)
+        low = max(-high if sides == 2 else -math.inf, drift * fraction - reach)
+        top = min(high, drift * fraction + reach)
+        if top <= low:
+            return (*crossed, *[0.0] * (len(fractions) - len(crossed)))
         nodes = low + (top - low) * (_NODES + 1) / 2
-        kernel = np.exp(-(((nodes[:, None] - places[None, :]) / step) ** 2) / 2) / (step * math.sqrt(2 * math.pi))
+        kernel = np.exp(-(((nodes[:, None] - centres[None, :]) / step) ** 2) / 2) / (step * math.sqrt(2 * math.pi))
         masses = (kernel @ masses) * _WEIGHTS * (top - low) / 2
         places = nodes
         before = fraction
-    return crossed
+    return tuple(crossed)
 
 
 @lru_cache(maxsize=256)
