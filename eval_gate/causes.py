@@ -14,7 +14,7 @@ from eval_gate.verdict import ArmSummary, Comparison, SuiteResult
 from trace_serve.errors import EXIT_BLOCK, EXIT_INCONCLUSIVE, EXIT_INFRASTRUCTURE, EXIT_PASS
 
 _EXIT = {Outcome.PASS: EXIT_PASS, Outcome.BLOCK: EXIT_BLOCK, Outcome.INCONCLUSIVE: EXIT_INCONCLUSIVE}
-_NOT_INFRASTRUCTURE = frozenset({ErrorClass.CHECKER, ErrorClass.REQUEST})
+_NOT_INFRASTRUCTURE = frozenset({ErrorClass.CHECKER, ErrorClass.REQUEST, ErrorClass.JUDGE, ErrorClass.BUDGET})
 _DEGENERATE_MINIMUM = 2
 
 
@@ -68,6 +68,9 @@ def _error_causes(policy: GatePolicy, training: ArmSummary, serving: ArmSummary)
         kinds = ", ".join(f"{count} {kind}" for kind, count in arm.unscored.items())
         infrastructure = any(kind not in _NOT_INFRASTRUCTURE for kind in arm.unscored)
         name = "infrastructure" if infrastructure else "errors"
+        if ErrorClass.BUDGET in arm.unscored and arm.unscored.keys() <= {ErrorClass.BUDGET, ErrorClass.MISSING}:
+            # What stopped the run is what has to change; the queries it did not reach are no fault of an arm.
+            name, infrastructure = "budget", False
         causes.append(
             Cause(
                 Outcome.INCONCLUSIVE,

@@ -28,10 +28,11 @@ from eval_gate.verdict import ArmSummary, LookResult, Subjects, Verdict
 
 @dataclass(frozen=True)
 class ArmResults:
-    """Everything that was gathered from one arm."""
+    """Everything that was gathered from one arm; `findings` are what its prompts showed before it was sampled."""
 
     evidence: ArmEvidence
     samples: Sequence[SampleRecord]
+    findings: Sequence[Finding] = ()
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def gather_findings(training: ArmResults, serving: ArmResults, pairs: Sequence[P
     prompts = compare_prompts(first_samples(pairs, Role.TRAINING), first_samples(pairs, Role.SERVING))
     return [
         *compare_arms(training.evidence, serving.evidence),
-        *prompts,
+        *(serving.findings or prompts),
         *check_arm(Role.TRAINING, training.evidence),
         *check_arm(Role.SERVING, serving.evidence),
     ]

@@ -26,6 +26,7 @@ class GatePolicy(BaseModel):
         temperature: sampling temperature; 0 is greedy.
         api: route that both arms are asked on: `chat`, or `completions` without a chat template.
         judge: served name of the model that judges, where checkers have a judge.
+        redaction: what redacted the queries before both arms, with its version; None leaves them as they are.
         max_queries: size of the seeded random subsample; None takes every query.
         sample_seed: seed of that subsample and of the order.
         error_cap: largest share of samples without a grade.
@@ -49,6 +50,7 @@ class GatePolicy(BaseModel):
     temperature: float = Field(default=0.0, ge=0, le=2)
     api: Literal["chat", "completions"] = "chat"
     judge: str | None = None
+    redaction: str | None = None
     max_queries: int | None = Field(default=None, ge=1)
     sample_seed: int = 0
     error_cap: float = Field(default=0.02, ge=0, lt=1)

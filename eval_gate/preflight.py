@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
 from eval_gate.arms.evidence import ArmEvidence, EngineReport, LayerReport
-from eval_gate.arms.records import Role, SampleRecord
+from eval_gate.arms.records import PromptTokens, Role, SampleRecord
 from trace_serve.errors import RecipeError
 from trace_serve.recipe import Recipe
 
@@ -39,11 +39,19 @@ def check_arm(role: Role, evidence: ArmEvidence) -> list[Finding]:
         faults.append(
             f"the {role} arm loaded {_short(report.policy_digest)}, expected {_short(evidence.artifact_digest)}"
         )
-    faults += _training_faults(report) if role is Role.TRAINING else _serving_faults(report, evidence)
+    faults += _training_faults(report, evidence) if role is Role.TRAINING else _serving_faults(report, evidence)
     return [_unproven(fault) for fault in faults]
 
 
-def _training_faults(report: EngineReport) -> list[str]:
+def _training_faults(report: EngineReport, evidence: ArmEvidence) -> list[str]:
+    if evidence.recipe_id is not None:
+        # A trainer that fake-quantizes: it must do so under the recipe it was asked for.
+        if report.mode == "fake_quantized" and report.recipe_id == evidence.recipe_id:
+            return []
+        return [
+            f"the training arm runs in mode {report.mode!r} under {_short(report.recipe_id)}, "
+            f"expected 'fake_quantized' under {_short(evidence.recipe_id)}"
+        ]
     faults = []
     if report.mode != "bf16":
         faults.append(f"the training arm runs in mode {report.mode!r}, expected 'bf16'")
@@ -103,6 +111,7 @@ def compare_arms(training: ArmEvidence, serving: ArmEvidence) -> list[Finding]:
                 f"the training arm is {_short(training.base_digest)}"
             )
         )
+    findings += _compare_generation(training, serving)
     one, two = training.report, serving.report
     if one is None or two is None:
         return findings
@@ -113,23 +122,88 @@ def compare_arms(training: ArmEvidence, serving: ArmEvidence) -> list[Finding]:
     return findings
 
 
+def _compare_generation(training: ArmEvidence, serving: ArmEvidence) -> list[Finding]:
+    one, two = training.generation, serving.generation
+    if one is None or two is None:
+        return []
+    findings = []
+    if set(one.stop_ids) != set(two.stop_ids):
+        findings.append(
+            _confounded(
+                f"stop token ids: training arm {sorted(one.stop_ids)}, serving arm {sorted(two.stop_ids)}; "
+                "one of them goes on where the other ends"
+            )
+        )
+    for name in sorted({*one.sampling, *two.sampling}):
+        left, right = one.sampling.get(name), two.sampling.get(name)
+        if left != right:
+            findings.append(_confounded(f"generation_config.json {name}: training arm {left}, serving arm {right}"))
+    return findings
+
+
 def compare_prompts(training: Mapping[str, SampleRecord], serving: Mapping[str, SampleRecord]) -> list[Finding]:
-    """Did both arms count the same prompt tokens for each query? Samples without counts are skipped."""
+    """Did both arms see the same prompt tokens for each query?
+
+    Token ids are compared where both arms told them, else the counts of prompt tokens; queries without either are
+    skipped.
+    """
     different = []
     for query_id, one in training.items():
         two = serving.get(query_id)
-        if two is None or one.prompt_tokens is None or two.prompt_tokens is None:
+        if two is None:
             continue
-        if one.prompt_tokens != two.prompt_tokens:
-            different.append(f"{query_id}: {one.prompt_tokens} against {two.prompt_tokens}")
+        if one.prompt is not None and two.prompt is not None:
+            if one.prompt != two.prompt:
+                different.append(f"{query_id}: {describe_difference(one.prompt, two.prompt)}")
+        elif None not in (one.prompt_tokens, two.prompt_tokens) and one.prompt_tokens != two.prompt_tokens:
+            different.append(
+                f"{query_id}: {one.prompt_tokens} prompt tokens in the training arm, "
+                f"{two.prompt_tokens} in the serving arm"
+            )
+    return prompts_differ(different)
+
+
+def compare_prompt_tokens(training: Mapping[str, PromptTokens], serving: Mapping[str, PromptTokens]) -> list[Finding]:
+    """`compare_prompts` before anything is sampled."""
+    return prompts_differ(
+        [
+            f"{query_id}: {describe_difference(one, serving[query_id])}"
+            for query_id, one in training.items()
+            if query_id in serving and serving[query_id] != one
+        ]
+    )
+
+
+def prompts_differ(different: Sequence[str]) -> list[Finding]:
+    """The finding for queries whose prompts are not the same; `different` has one line for each."""
     if not different:
         return []
     return [
         _confounded(
-            f"rendered prompts differ in {len(different)} queries (prompt tokens of training against serving; "
-            f"{different[0]}): chat template, BOS or tokenizer is not the same"
+            f"rendered prompts differ in {len(different)} queries ({different[0]}): "
+            "chat template, BOS or tokenizer is not the same"
         )
     ]
+
+
+def describe_difference(training: PromptTokens, serving: PromptTokens) -> str:
+    """Where two tokenized prompts part, in words."""
+    one, two = training.head, serving.head
+    if one[1:] and one[1:] == two[: len(one) - 1] and training.count == serving.count + 1:
+        return f"the serving arm lacks the leading token {one[0]} (BOS?)"
+    if two[1:] and two[1:] == one[: len(two) - 1] and serving.count == training.count + 1:
+        return f"the serving arm has a leading token {two[0]} (BOS?) that the training arm lacks"
+    for place, (left, right) in enumerate(zip(one, two, strict=False)):
+        if left != right:
+            return f"token {place} is {left} in the training arm and {right} in the serving arm"
+    counts = f"{training.count} tokens in the training arm, {serving.count} in the serving arm"
+    if training.tail != serving.tail:
+        return f"{counts}; they end in {_ids(training.tail)} and {_ids(serving.tail)}"
+    return f"{counts}; they differ in the middle"
+
+
+def _ids(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens[-4:]))
 
 
 def _short(value: object) -> str:

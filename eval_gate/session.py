@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from eval_gate.arms.base import Arm
 from eval_gate.arms.evidence import ArmEvidence
-from eval_gate.arms.http import ChatArm
-from eval_gate.arms.records import ArmRecord, ResultsLog, Role, SampleRecord
+from eval_gate.arms.records import ArmRecord, Judgement, PromptTokens, ResultsLog, Role, SampleRecord
 from eval_gate.arms.source import ArmSource
-from eval_gate.execute import Job, jobs, reuse, sample_arm
+from eval_gate.budget import Budget
+from eval_gate.checkers import GraderPool
+from eval_gate.execute import Job, jobs, reuse, sample_arm, tokenize_prompts
 from eval_gate.policy import GatePolicy
-from eval_gate.preflight import Concern, Finding, check_arm, compare_arms
+from eval_gate.preflight import Concern, Finding, check_arm, compare_arms, compare_prompt_tokens
 from eval_gate.queries import Query, QuerySet
 
 
@@ -55,6 +57,11 @@ class Recorded:
         records = [*self.others, *self.own] if identified else self.own
         return {r.key: r for r in records if isinstance(r, SampleRecord) and r.text is not None}
 
+    def judgements(self) -> dict[str, Judgement]:
+        """What the judge said before, by key."""
+        samples = (r for r in [*self.others, *self.own] if isinstance(r, SampleRecord))
+        return {r.judgement.key: r.judgement for r in samples if r.judgement is not None}
+
 
 Sampler = Callable[[Sequence[Query]], Awaitable[list[SampleRecord]]]
 
@@ -65,12 +72,22 @@ class ArmSession:
     Attributes:
         evidence: what the arm showed of itself.
         refused: the arm is not what it must be, so nothing is asked of it.
+        prompts: by query id, the tokens of the rendered prompts, as far as the arm told them.
+        findings: what the prompts showed against the other arm's.
         samples: what was obtained so far.
     """
 
-    def __init__(self, evidence: ArmEvidence, sampler: Sampler | None) -> None:
+    def __init__(
+        self,
+        evidence: ArmEvidence,
+        sampler: Sampler | None,
+        prompts: Mapping[str, PromptTokens] | None = None,
+        findings: Sequence[Finding] = (),
+    ) -> None:
         self.evidence = evidence
         self.refused = sampler is None
+        self.prompts = dict(prompts or {})
+        self.findings = tuple(findings)
         self.samples: list[SampleRecord] = []
         self._sampler = sampler
 
@@ -91,7 +108,14 @@ class Sessions:
         recorded: Recorded,
         startup_timeout_s: float,
         on_progress: OnProgress,
+        *,
+        graders: GraderPool,
+        budget: Budget,
+        concurrency: int,
     ) -> None:
+        self._graders = graders
+        self._budget = budget
+        self._concurrency = concurrency
         self._queries = queries
         self._policy = policy
         self._results = results
@@ -102,30 +126,38 @@ class Sessions:
         self._grades: dict[tuple[Role, str, int], bool | None] = {}
 
     @asynccontextmanager
-    async def open(self, source: ArmSource, against: ArmEvidence | None = None) -> AsyncIterator[ArmSession]:
+    async def open(self, source: ArmSource, against: ArmSession | None = None) -> AsyncIterator[ArmSession]:
         """The arm, with its engine running while the context lasts unless records answer every query.
 
-        With `against`, the session is refused when the arm proves to be something that may not be compared with it.
+        With `against`, the session is refused when the arm proves to be something that may not be compared with it, or
+        renders the queries to other tokens.
         """
-        recorded = self._from_records(source)
+        recorded = await self._from_records(source)
         if recorded is not None:
             yield recorded
             self._report(source.role, "done")
             return
         self._report(source.role, "starting")
         log_path = self._results.with_name(f"engine-{source.role}.log")
-        async with source.open(self._startup_timeout_s, log_path) as endpoint, ChatArm(endpoint) as arm:
+        async with source.open(self._startup_timeout_s, log_path) as arm:
             report = await arm.report()
             stated = report.policy_digest if report else None
             artifact = source.evidence.artifact_digest or stated
             evidence = source.evidence.model_copy(update={"report": report, "artifact_digest": artifact})
-            if self.must_stop(check_arm(source.role, evidence), compare_arms(against, evidence) if against else []):
+            other = against.evidence if against else None
+            if self.must_stop(check_arm(source.role, evidence), compare_arms(other, evidence) if other else []):
                 yield ArmSession(evidence, None)
+                return
+            prompts = await tokenize_prompts(arm, self._queries.queries, self._policy, self._concurrency)
+            findings = compare_prompt_tokens(against.prompts, prompts) if against else []
+            if self.must_stop(findings):
+                yield ArmSession(evidence, None, prompts, findings)
                 return
             log = ResultsLog(self._results)
             try:
                 log.append(ArmRecord(role=source.role, evidence=evidence))
-                yield ArmSession(evidence, partial(self._sample, arm, source.role, evidence, log))
+                sampler = partial(self._sample, arm, source.role, evidence, log, prompts)
+                yield ArmSession(evidence, sampler, prompts, findings)
             finally:
                 log.close()
         self._report(source.role, "done")
@@ -135,11 +167,24 @@ class Sessions:
         allowed = {Concern.UNPROVEN} if self._policy.allow_unproven else set()
         return any(finding.concern not in allowed for group in findings for finding in group)
 
+    def on_judged(self, record: SampleRecord) -> None:
+        """Takes down a grade that its judge completed."""
+        with closing(ResultsLog(self._results)) as log:
+            log.append(record)
+        self._note_and_report(record)
+
     async def _sample(
-        self, arm: ChatArm, role: Role, evidence: ArmEvidence, log: ResultsLog, queries: Sequence[Query]
+        self,
+        arm: Arm,
+        role: Role,
+        evidence: ArmEvidence,
+        log: ResultsLog,
+        prompts: Mapping[str, PromptTokens],
+        queries: Sequence[Query],
     ) -> list[SampleRecord]:
         wanted = self._jobs(queries, role, evidence)
-        samples = reuse(wanted, role, self._recorded.samples(identified=evidence.artifact_digest is not None))
+        recorded = self._recorded.samples(identified=evidence.artifact_digest is not None)
+        samples = await reuse(wanted, role, recorded, self._graders)
         have = {sample.key for sample in samples}
         written = self._recorded.samples(identified=False)
         for sample in samples:
@@ -148,10 +193,28 @@ class Sessions:
             self._note(sample)
         self._report(role, "sampling")
         missing = [job for job in wanted if job.key not in have]
-        return samples + await sample_arm(arm, role, missing, log, self._note_and_report)
+        return samples + await sample_arm(
+            arm,
+            role,
+            missing,
+            log,
+            self._note_and_report,
+            graders=self._graders,
+            budget=self._budget,
+            concurrency=self._concurrency,
+            prompts=prompts,
+        )
 
-    def _from_records(self, source: ArmSource) -> ArmSession | None:
-        """The whole arm from recorded exchanges, without starting it; None unless every sample is there."""
+    async def _from_records(self, source: ArmSource) -> ArmSession | None:
+        """The whole arm from recorded exchanges, without starting it; None unless every sample is there.
+
+        A source that is nothing but a record is what it holds, complete or not.
+        """
+        if source.recorded is not None:
+            wanted = self._jobs(self._queries.queries, source.role, source.evidence)
+            answers = {record.key: record for record in source.recorded}
+            found = await reuse(wanted, source.role, answers, self._graders)
+            return ArmSession(source.evidence, partial(self._recall, found), _prompts(found))
         for record in reversed(self._arms):
             evidence = record.evidence
             known = source.evidence.artifact_digest
@@ -161,10 +224,11 @@ class Sessions:
                 continue
             evidence = source.evidence.model_copy(update={"report": evidence.report})
             wanted = self._jobs(self._queries.queries, source.role, evidence)
-            found = reuse(wanted, source.role, self._recorded.samples(identified=True))
-            if len(found) < len(wanted):
+            answers = self._recorded.samples(identified=True)
+            if any(job.key not in answers for job in wanted):
                 return None
-            return ArmSession(evidence, partial(self._recall, found))
+            found = await reuse(wanted, source.role, answers, self._graders)
+            return ArmSession(evidence, partial(self._recall, found), _prompts(found))
         return None
 
     async def _recall(self, found: list[SampleRecord], queries: Sequence[Query]) -> list[SampleRecord]:
@@ -203,3 +267,7 @@ class Sessions:
                 gap=sum(differences) / len(differences) if differences else None,
             )
         )
+
+
+def _prompts(samples: Iterable[SampleRecord]) -> dict[str, PromptTokens]:
+    return {sample.query_id: sample.prompt for sample in samples if sample.prompt is not None}

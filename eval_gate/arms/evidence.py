@@ -35,6 +35,20 @@ class EngineReport(BaseModel):
     vocab_size: int | None = None
 
 
+class GenerationDefaults(BaseModel):
+    """What a model's files say about sampling where a request is silent.
+
+    Attributes:
+        stop_ids: token ids that end an answer.
+        sampling: settings of `generation_config.json` that servers apply when a request leaves them out.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    stop_ids: tuple[int, ...] = ()
+    sampling: dict[str, float] = Field(default_factory=dict)
+
+
 class ArmEvidence(BaseModel):
     """Provenance of one arm.
 
@@ -45,6 +59,8 @@ class ArmEvidence(BaseModel):
         recipe_id: recipe that the arm should run under; None for BF16 or unknown.
         policy_name: from the policy's manifest.
         policy_version: from the policy's manifest.
+        runtime: what computes it where that is not an engine or a server: `transformers`.
+        generation: stop ids and sampling defaults of the directory; None for an endpoint.
         report: what the engine said is loaded; None for an endpoint without a report.
     """
 
@@ -56,4 +72,6 @@ class ArmEvidence(BaseModel):
     recipe_id: str | None = None
     policy_name: str | None = None
     policy_version: str | None = None
+    runtime: str | None = None
+    generation: GenerationDefaults | None = None
     report: EngineReport | None = None

@@ -217,6 +217,3 @@ def _parse(raw: bytes, attempts: int, latency_s: float) -> Exchange:
         value if isinstance(value, int) and not isinstance(value, bool) else None for value in (prompt, completion)
     ]
     return Exchange(body, text, finish, counts[0], counts[1], latency_s, attempts, None)
-
-
-ChatArm = HttpArm

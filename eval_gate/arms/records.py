@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -47,6 +47,30 @@ class Failure(BaseModel):
     message: str
 
 
+class PromptTokens(BaseModel):
+    """The rendered prompt as an arm tokenized it, short enough to keep for every query.
+
+    Attributes:
+        count: tokens.
+        digest: `sha256:` of the ids as little-endian 32-bit integers.
+        head: the first tokens, where a missing BOS or another system prompt shows.
+        tail: the last tokens, where another generation prompt shows.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    count: int
+    digest: str
+    head: tuple[int, ...]
+    tail: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> PromptTokens:
+        packed = b"".join(token.to_bytes(4, "little", signed=True) for token in ids)
+        digest = "sha256:" + hashlib.sha256(packed).hexdigest()
+        return cls(count=len(ids), digest=digest, head=tuple(ids[:16]), tail=tuple(ids[-8:]))
+
+
 class Judgement(BaseModel):
     """What the judge said of one answer.
 
@@ -74,6 +98,7 @@ class SampleRecord(BaseModel):
         latency_s: seconds from sending the last attempt to its answer.
         attempts: requests made, retries included.
         passed: the grade; None when there is none, and then `failure` says why.
+        prompt: the tokens of the rendered prompt, where the arm can tell.
         judgement: the judge's part of the grade, where the checker has a judge.
     """
 
@@ -94,6 +119,7 @@ class SampleRecord(BaseModel):
     attempts: int = 0
     passed: bool | None = None
     extracted: str | None = None
+    prompt: PromptTokens | None = None
     judgement: Judgement | None = None
     failure: Failure | None = None
 

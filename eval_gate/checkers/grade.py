@@ -41,6 +41,9 @@ def _grade(checker: specs.Program, answer: str) -> Grade:
             return _choice(checker, answer)
         case specs.Contains():
             return _contains(checker, answer)
+        case specs.Prefix():
+            found = next((one for one in checker.alternatives if answer.startswith(one.strip())), None)
+            return Grade(found is not None, found)
         case specs.JsonField():
             return _json_field(checker, answer)
         case specs.Math():

@@ -101,6 +101,17 @@ class Contains(_Spec):
         return (self.expected,) if isinstance(self.expected, str) else self.expected
 
 
+class Prefix(_Spec):
+    """The answer, without surrounding white space, starts with `expected`, or with any of them when it is a list."""
+
+    type: Literal["prefix"]
+    expected: Text | Annotated[tuple[Text, ...], Field(min_length=1)]
+
+    @property
+    def alternatives(self) -> tuple[str, ...]:
+        return (self.expected,) if isinstance(self.expected, str) else self.expected
+
+
 class JsonField(_Spec):
     """The first JSON object in the answer has `expected` at the dotted `path`; text is compared normalized."""
 
@@ -186,6 +197,7 @@ Program = Annotated[
     | Regex
     | Choice
     | Contains
+    | Prefix
     | JsonField
     | Math
     | JsonSchema
@@ -215,6 +227,7 @@ Checker = Annotated[
     | Regex
     | Choice
     | Contains
+    | Prefix
     | JsonField
     | Math
     | JsonSchema

@@ -100,7 +100,7 @@ def test_equal_arms_pass_and_everything_is_written(arms: Arms, tmp_path: Path) -
     assert result.paths.envelope is not None
     assert verify_verdict(result.paths.envelope, tmp_path / "k.pub") == result.verdict
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *("results.jsonl", "verdict.json", "verdict.dsse.json", "report.html", "summary.md")
+        *("results.jsonl", "verdict.json", "verdict.dsse.json", "report.html", "summary.md", "junit.xml")
     }
     assert len(samples(result, Role.TRAINING)) == len(samples(result, Role.SERVING)) == 80
     assert samples(result, Role.SERVING)[0].request["temperature"] == 0.0
