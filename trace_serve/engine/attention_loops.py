@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64, types, uint8, uint16
 
-from trace_serve.kernels import cpu_stages as stages
+from trace_serve.kernels.cpu_decode import scale_values
 from trace_serve.kernels.cpu_stages import compiled
 
 KEYS = 64
@@ -188,7 +188,7 @@ def load_keys(pool: Any, scale_bytes: Any, global_scale: Any, head: Any, slots: 
         row = pool[slots[t], head * half : (head + 1) * half]
         for i in range(half):
             packed[i, t] = np.uint8(row[i])
-        stages.scale_values(scale_bytes[slots[t], head * blocks : (head + 1) * blocks], scales)
+        scale_values(scale_bytes[slots[t], head * blocks : (head + 1) * blocks], scales)
         for b in range(blocks):
             factors[b, t] = np.float32(scales[b] * global_scale)
     for i in range(half):
@@ -197,6 +197,15 @@ def load_keys(pool: Any, scale_bytes: Any, global_scale: Any, head: Any, slots: 
             low[t] = np.float32(_value(np.int32(codes[t])) * factor[t])
         for t in range(KEYS):
             high[t] = np.float32(_value(np.int32(np.int32(codes[t]) >> np.int32(4))) * factor[t])
+
+
+@compiled(types.void(uint8[::1], uint16[::1]), types.void(uint16[::1], uint16[::1]))
+def unpack(codes: Any, pairs: Any) -> None:
+    """One code a byte from two, the even one first. Compiled for BF16 bits too, but never run on them."""
+    for i in range(codes.size):
+        byte = np.uint16(codes[i])
+        high = np.uint16(np.uint16(byte >> np.uint16(4)) << np.uint16(8))
+        pairs[i] = np.uint16(np.uint16(byte & np.uint16(15)) | high)
 
 
 @compiled(*(types.void(pool, uint8[:, ::1], float32, int64, int32[::1], float32[:, ::1]) for pool in _POOL))
@@ -212,8 +221,8 @@ def load_values(pool: Any, scale_bytes: Any, global_scale: Any, head: Any, slots
             for d in range(width):
                 out[t, d] = np.int32(np.int32(row[d]) << np.int32(16)).view(np.float32)
         else:
-            stages.unpack_codes(pool[slots[t], head * half : (head + 1) * half].view(np.uint8), nibbles.view(np.uint16))
-            stages.scale_values(scale_bytes[slots[t], head * blocks : (head + 1) * blocks], scales)
+            unpack(pool[slots[t], head * half : (head + 1) * half], nibbles.view(np.uint16))
+            scale_values(scale_bytes[slots[t], head * blocks : (head + 1) * blocks], scales)
             for b in range(blocks):
                 factor = np.float32(scales[b] * global_scale)
                 for i in range(16):
