@@ -34,7 +34,7 @@ def _run(argv: list[str]) -> None:
     if engine_spec is None:
         raise SeamError(f"{spec.ENV} is not set; start engines with trace_serve.engine.launch")
     _exit_with_parent(engine_spec.parent_pid)
-    startup.mark("python")
+    startup.mark("python and the first imports")
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
