@@ -125,7 +125,9 @@ def first_samples(pairs: Iterable[Pair], role: Role) -> Mapping[str, SampleRecor
 
 
 def _rate(samples: tuple[SampleRecord | None, ...]) -> float:
-    grades = [record.passed if record is not None else None for record in samples]
-    if not grades or any(grade is None for grade in grades):
-        return math.nan
-    return sum(bool(grade) for grade in grades) / len(grades)
+    passed = 0
+    for record in samples:
+        if record is None or record.passed is None:
+            return math.nan
+        passed += record.passed
+    return passed / len(samples) if samples else math.nan

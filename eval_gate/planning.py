@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
-from scipy.optimize import brentq
 
 from eval_gate.outcomes import Outcomes
 from eval_gate.stats.clustered import paired_difference
@@ -165,6 +164,8 @@ def _cost_of_looks(alpha: float, power: float, looks: int, spending: Shape) -> t
     """How many times the queries of one look are needed at most, and the share of them used on average."""
     if looks == 1:
         return 1.0, 1.0
+    from scipy.optimize import brentq
+
     fractions = tuple((look + 1) / looks for look in range(looks))
     bounds = critical_values(fractions, alpha, spending)
     single = float(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from eval_gate.pairing import ItemSet
 from trace_serve.errors import ConfigError
 
 _TEXTS = ("suite", "kind", "cluster", "prompt", "expected")
+_COUNT = (int, type(None))
+_STRING = (str, type(None))
+_BLANK = SampleRecord(key="", query_id="", role=Role.TRAINING, sample=0, request={})
 
 
 @dataclass(slots=True)
@@ -58,6 +63,18 @@ class RecordedArm:
     queries: dict[str, RecordedQuery] = field(default_factory=dict)
     repeats: int = 0
     digest: str = ""
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Pauses the cyclic garbage collector, which would walk hundreds of thousands of live records again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def read_arm(path: Path, role: Role, *, only: bool = False) -> RecordedArm:
@@ -181,37 +198,37 @@ def _sample(raw: dict[str, Any], role: Role, name: str, sample: int, passed: boo
     elif raw.get("error") is not None or passed is None:
         failure = Failure(kind=ErrorClass.MISSING, message=str(raw.get("error") or "no grade was recorded"))
         passed = None
-    counts = [raw.get("prompt_tokens"), raw.get("completion_tokens")]
-    if any(count is not None and type(count) is not int for count in counts):
-        raise ConfigError(f"{place}: token counts {counts}, expected whole numbers", field="completion_tokens")
+    counts = (raw.get("prompt_tokens"), raw.get("completion_tokens"))
+    if not (isinstance(counts[0], _COUNT) and isinstance(counts[1], _COUNT)):
+        raise ConfigError(f"{place}: token counts {list(counts)}, expected whole numbers", field="completion_tokens")
     text, finish = raw.get("text"), raw.get("finish_reason")
-    if not isinstance(text, str | None) or not isinstance(finish, str | None):
+    if not (isinstance(text, _STRING) and isinstance(finish, _STRING)):
         raise ConfigError(f"{place}: text or finish_reason is not a string", field="text")
     attempts = raw.get("attempts", 1)
     # The fields were checked above; validation by the model would cost more than all the rest of the comparison.
-    return SampleRecord.model_construct(
-        key="",
-        query_id=name,
-        role=role,
-        sample=sample,
-        request={},
-        text=text,
-        finish_reason=finish,
-        prompt_tokens=counts[0],
-        completion_tokens=counts[1],
-        attempts=attempts if type(attempts) is int else 1,
-        passed=passed,
-        failure=failure,
+    return _BLANK.model_copy(
+        update={
+            "query_id": name,
+            "role": role,
+            "sample": sample,
+            "text": text,
+            "finish_reason": finish,
+            "prompt_tokens": counts[0],
+            "completion_tokens": counts[1],
+            "attempts": attempts if type(attempts) is int else 1,
+            "passed": passed,
+            "failure": failure,
+        }
     )
 
 
 def _query(raw: dict[str, Any], name: str, place: str) -> RecordedQuery:
-    values = {key: raw[key] for key in _TEXTS if isinstance(raw, dict) and raw.get(key) is not None}
-    wrong = next((key for key, value in values.items() if not isinstance(value, str)), None)
-    if wrong is not None and raw.get("record") != "sample":
-        raise ConfigError(f"{place}: {wrong} {values[wrong]!r}, expected a string", field=wrong)
     if raw.get("record") == "sample":
         return RecordedQuery(name, prompt_text=_prompt(raw.get("request")))
+    values = {key: raw[key] for key in _TEXTS if raw.get(key) is not None}
+    wrong = next((key for key, value in values.items() if not isinstance(value, str)), None)
+    if wrong is not None:
+        raise ConfigError(f"{place}: {wrong} {values[wrong]!r}, expected a string", field=wrong)
     return RecordedQuery(
         name,
         values.get("suite", "default"),

@@ -26,12 +26,10 @@ from eval_gate.commands.options import (
 from eval_gate.decide import ArmResults, decide
 from eval_gate.pairing import ItemSet
 from eval_gate.policy import GatePolicy
-from eval_gate.queries import load_queries
-from eval_gate.recorded import check_covered, common_queries, read_arm
+from eval_gate.recorded import check_covered, common_queries, read_arm, without_collection
 from eval_gate.report.terminal import print_verdict
 from eval_gate.report.write import write_reports
-from eval_gate.suites import NAMES
-from eval_gate.suites import path as suite_path
+from eval_gate.suites.named import open_queries
 from eval_gate.verdict import Verdict
 from trace_serve.errors import ConfigError
 
@@ -45,6 +43,11 @@ def compare_files(training: Path, serving: Path, policy: GatePolicy, queries: st
     Raises:
         ConfigError: a file cannot be used, or the arms have different numbers of samples a query.
     """
+    with without_collection():
+        return _compared(training, serving, policy, queries)
+
+
+def _compared(training: Path, serving: Path, policy: GatePolicy, queries: str | None) -> Verdict:
     one, two = read_arm(training, Role.TRAINING), read_arm(serving, Role.SERVING)
     if one.repeats != two.repeats:
         raise ConfigError(
@@ -55,7 +58,7 @@ def compare_files(training: Path, serving: Path, policy: GatePolicy, queries: st
     if queries is None:
         items = common_queries(one, two)
     else:
-        items = load_queries(suite_path(queries) if queries in NAMES else Path(queries))
+        items = open_queries(queries)
         check_covered(items, (one, two))
     judged = policy.model_dump() | {"repeats": one.repeats, "allow_unproven": True}
     digest = "sha256:" + hashlib.sha256(f"{one.digest} {two.digest}".encode()).hexdigest()

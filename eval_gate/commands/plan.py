@@ -15,10 +15,8 @@ from eval_gate.commands.options import Alpha, AsJson, Margin, Spending
 from eval_gate.outcomes import Outcomes
 from eval_gate.pairing import ItemSet, pair_up
 from eval_gate.planning import Plans, Variance, default_variance, pilot_variance, plan_runs
-from eval_gate.queries import load_queries
 from eval_gate.recorded import RecordedArm, common_queries, read_arm
-from eval_gate.suites import NAMES
-from eval_gate.suites import path as suite_path
+from eval_gate.suites.named import open_queries
 from trace_serve.errors import ConfigError
 
 
@@ -69,7 +67,7 @@ def read_pilot(path: Path, queries: str | None) -> Variance:
     one, two = read_arm(path, Role.TRAINING, only=True), read_arm(path, Role.SERVING, only=True)
     items: ItemSet = common_queries(one, two)
     if queries is not None:
-        items = load_queries(suite_path(queries) if queries in NAMES else Path(queries))
+        items = open_queries(queries)
     repeats = max(one.repeats, two.repeats)
     known = [query for query in items.queries if query.id in one.queries or query.id in two.queries]
     outcomes = Outcomes.of(pair_up(known, [*one.samples, *two.samples], repeats))

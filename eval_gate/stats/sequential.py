@@ -9,7 +9,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 from scipy.special import ndtr
 
 Shape = Literal["obf", "pocock"]
@@ -84,6 +83,9 @@ def critical_values(
     Raises:
         ValueError: the fractions do not rise from above 0, or alpha is not between 0 and 0.5 (1 for two sides).
     """
+    # Imported here because it takes longer to load than a single look takes to judge.
+    from scipy.optimize import brentq
+
     _check_fractions(fractions)
     if not 0 < alpha < 0.5 * sides:
         raise ValueError(f"alpha must lie between 0 and {0.5 * sides:g}, got {alpha}")
