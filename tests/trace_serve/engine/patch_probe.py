@@ -202,6 +202,23 @@ def olmoe_config(released: bool) -> Any:
     }
 
 
+def routed_experts_without_chunks(released: bool) -> Any:
+    """Rows of the capture buffer of a pool of 100 tokens that runs 4 requests, without chunked prefill."""
+    module = load("sglang/srt/state_capturer/routed_experts.py", released=released)
+    module.get_schedule = lambda: SimpleNamespace(chunked_prefill_size=-1)
+    module.get_parallel = lambda: SimpleNamespace(num_dp_ranks=1)
+    module._is_scattered_a2a_backend = lambda: False
+    text = SimpleNamespace(num_experts_per_tok=2, num_hidden_layers=3)
+    capturer = module.RoutedExpertsCapturer(
+        model_config=SimpleNamespace(hf_text_config=text),
+        num_tokens=100,
+        max_running_requests=4,
+        num_fused_shared_experts=0,
+        device="cpu",
+    )
+    return capturer.device_cache.buffer.shape[0]
+
+
 PROBES: dict[str, Callable[[bool], Any]] = {
     "0001-bootstrap-entry-points": bootstrap,
     "0002-mixtral-moe-quantization": mixtral_architecture,
@@ -210,6 +227,7 @@ PROBES: dict[str, Callable[[bool], Any]] = {
     "0005-host-memory-without-cuda": host_memory,
     "0006-stream-logprobs": stream_logprobs,
     "0007-olmoe-config": olmoe_config,
+    "0008-routed-experts-without-chunks": routed_experts_without_chunks,
 }
 
 

@@ -37,7 +37,17 @@ RECIPE = Recipe(
 @pytest.fixture(scope="module")
 def engine(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     log = tmp_path_factory.mktemp("recipes") / "engine.log"
-    with EngineProcess(EngineConfig(model=engine_model, recipe=RECIPE, log_path=log, max_total_tokens=2048)) as process:
+    # No chunked prefill: a prompt is one pass, however long.
+    config = EngineConfig(
+        model=engine_model,
+        recipe=RECIPE,
+        log_path=log,
+        max_total_tokens=2048,
+        chunked_prefill_size=-1,
+        # Without chunks SGLang reserves a card's memory for the longest pass, and finds that a CPU has none.
+        extra_args=("--mem-fraction-static=0.5",),
+    )
+    with EngineProcess(config) as process:
         process.wait_ready(240)
         yield process
 
@@ -80,6 +90,16 @@ def test_values_are_rounded_under_the_recipes_own_scales(engine: EngineProcess) 
     # An E4M3 scale rounds differently under another global scale only where it is subnormal, so a wrong scale is not
     # seen in bits of ordinary values; scaling far enough down shows it.
     assert differing(RECIPE, 2.0**12) > 0.2
+
+
+def test_a_prompt_of_one_pass_has_all_rows_and_routes(engine: EngineProcess) -> None:
+    prompt = engine_model.token_ids(4, 1900)
+    hints = rollout(engine, prompt)
+    assert hints.token_ids[: len(prompt)].tolist() == prompt
+    assert all(site.present.all() for site in hints.sites)
+    assert hints.routed_present is None or hints.routed_present.all()
+    assert hints.routed_experts is not None
+    assert (hints.routed_experts[:, :, 0] != hints.routed_experts[:, :, 1]).all()
 
 
 def test_another_recipe_gives_other_log_probabilities(engine: EngineProcess, fp4_engine: EngineProcess) -> None:

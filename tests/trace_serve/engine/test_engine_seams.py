@@ -83,6 +83,7 @@ def test_every_patch_has_a_probe_and_changes_what_it_says(broken: dict[str, Any]
         "0003-flush-after-weight-update": {"with": 1, "without": 0},
         "0004-tied-embeddings": {"with": ["the embedding"] * 2, "without": ["a head of its own"] * 2},
         "0005-host-memory-without-cuda": {"with": False, "without": True},
+        "0008-routed-experts-without-chunks": {"with": 100, "without": 4},
         "0006-stream-logprobs": {"with": 1, "without": 0},
         "0007-olmoe-config": {
             "with": {"k_norm": 8, "eps": [1e-6], "renormalize": True},
