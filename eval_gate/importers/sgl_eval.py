@@ -45,7 +45,8 @@ def shipped_path(name: str) -> Path:
     spec = importlib.util.find_spec("sgl_eval")
     if spec is None or spec.origin is None:
         raise ConfigError(
-            f"--suite {name}: ships with sgl-eval; install it with `pip install --no-deps sgl-eval`", field="suite"
+            f"--suite {name}: ships with sgl-eval; install trace-serve[gate-aime], or sgl-eval alone with --no-deps",
+            field="suite",
         )
     path = Path(spec.origin).parent / "_vendored/nemo_skills/dataset" / name / "test.txt"
     if not path.is_file():
