@@ -1,1 +1,1 @@
-"""Renderers of a verdict: terminal, HTML, Markdown. They read the verdict and nothing else, and decide nothing."""
+"""Renderers of a verdict: terminal, HTML, Markdown, JUnit. They read only the verdict, and decide nothing."""

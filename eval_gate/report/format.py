@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from eval_gate.verdict import Verdict
+
 NOT_SCORED = "not scored"
 
 
@@ -18,6 +20,15 @@ def points(gap: float | None) -> str:
 def interval(lower: float | None, upper: float | None) -> str:
     """Both bounds in percentage points."""
     return NOT_SCORED if lower is None or upper is None else f"[{points(lower)}, {points(upper)}]"
+
+
+def margin(verdict: Verdict) -> str:
+    """The margin in points; a relative one also as a share of the training pass rate."""
+    policy, found = verdict.policy, verdict.overall.margin
+    if policy.margin_kind == "absolute":
+        return f"{100 * policy.margin:g}"
+    in_points = "unknown" if found is None else f"{100 * found:.3g}"
+    return f"{in_points} ({100 * policy.margin:g}% of the training pass rate)"
 
 
 def p_value(p: float | None) -> str:

@@ -1,17 +1,22 @@
-"""A verdict as one HTML file that needs nothing else: no script, no network, every text escaped."""
+"""A verdict as one HTML file that needs nothing else: no network, no script but the filter, every text escaped."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
 from pathlib import Path
 
 from eval_gate.report import format as fmt
+from eval_gate.report.html_flips import SCRIPT, flips_section
+from eval_gate.report.path_plot import path_section
 from eval_gate.report.plot import gap_plot
-from eval_gate.verdict import Comparison, FlippedQuery, Verdict
+from eval_gate.verdict import Comparison, Verdict
 
 _STYLE = Path(__file__).with_name("style.css")
-_CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+_CONTENT_POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_SCRIPT_DIGEST}'"
 
 
 def render_html(verdict: Verdict) -> str:
@@ -32,11 +37,13 @@ def render_html(verdict: Verdict) -> str:
             _figures(verdict),
             f"<section><h2>Gap against margin</h2>{gap_plot(verdict)}"
             f'<div class="soft">{_text(verdict.method)}; bars show the bounds that decide</div></section>',
+            path_section(verdict),
+            _suites(verdict),
             _kinds(verdict),
             f'<div class="columns">{_matrix(verdict.overall)}{_arms(verdict)}</div>',
-            _flips(verdict),
+            flips_section(verdict),
             _provenance(verdict),
-            "</main></body></html>\n",
+            f"</main><script>{SCRIPT}</script></body></html>\n",
         ]
     )
 
@@ -63,7 +70,7 @@ def _figures(verdict: Verdict) -> str:
         ("serving pass rate", fmt.pass_rate(verdict.serving.pass_rate_low, verdict.serving.pass_rate_high)),
         ("gap, points", fmt.points(found.gap)),
         ("interval, points", fmt.interval(found.lower, found.upper)),
-        ("margin, points", f"{100 * verdict.policy.margin:g}"),
+        ("margin, points", "unknown" if found.margin is None else f"{100 * found.margin:.3g}"),
         ("McNemar exact p", fmt.p_value(found.mcnemar_exact_p)),
     ]
     cells = "".join(
@@ -72,10 +79,34 @@ def _figures(verdict: Verdict) -> str:
     return f'<section class="figures">{cells}</section>'
 
 
+def _suites(verdict: Verdict) -> str:
+    head = ("suite", "queries", "training", "serving", "gap", "interval", "margin", "lost", "gained", "outcome")
+    rows = []
+    for suite in verdict.suites:
+        found = suite.comparison
+        cells = (
+            _text(suite.suite),
+            found.n if found.n == found.scored else f"{found.n} ({found.scored} scored)",
+            fmt.percent(found.training_pass_rate),
+            fmt.percent(found.serving_pass_rate),
+            fmt.points(found.gap),
+            fmt.interval(found.lower, found.upper),
+            "unknown" if found.margin is None else f"{100 * found.margin:.3g}",
+            found.only_training,
+            found.only_serving,
+            f'<b class="{suite.outcome}-text">{suite.outcome}</b>',
+        )
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    note = "every suite must pass; with several, the lower bounds are Holm's" if len(rows) > 1 else "decides"
+    return (
+        '<section id="suites"><h2>By suite</h2><table><tr>'
+        + "".join(f"<th>{name}</th>" for name in head)
+        + f'</tr>{"".join(rows)}</table><div class="soft">{note}</div></section>'
+    )
+
+
 def _kinds(verdict: Verdict) -> str:
     groups = [*verdict.kinds.items(), ("all queries", verdict.overall)]
-    if len(verdict.suites) > 1:
-        groups = [(f"suite {s.suite}: {s.outcome}", s.comparison) for s in verdict.suites] + groups
     head = ("kind", "queries", "training", "serving", "gap", "interval", "lost", "gained")
     rows = []
     for name, found in groups:
@@ -124,29 +155,6 @@ def _arms(verdict: Verdict) -> str:
         rows.append((f"error: {kind}", one.unscored.get(kind, 0), two.unscored.get(kind, 0)))
     body = "".join(f"<tr><td>{_text(name)}</td><td>{a}</td><td>{b}</td></tr>" for name, a, b in rows)
     return f"<section><h2>Arms</h2><table><tr><th></th><th>training</th><th>serving</th></tr>{body}</table></section>"
-
-
-def _flips(verdict: Verdict) -> str:
-    if not verdict.flipped:
-        return '<section><h2>Flipped queries</h2><div class="soft">none</div></section>'
-    body = "".join(_flip(flip) for flip in verdict.flipped)
-    return f"<section><h2>Flipped queries ({len(verdict.flipped)})</h2>{body}</section>"
-
-
-def _flip(flip: FlippedQuery) -> str:
-    return (
-        f'<details><summary><span class="{flip.direction}-tag">{flip.direction}</span> <b>{_text(flip.id)}</b> '
-        f'<span class="soft">{_text(flip.kind)}; expected {_text(flip.expected)}</span></summary>'
-        f"<pre>{_text(flip.prompt)}</pre>"
-        f'<div class="side"><div><span class="soft">training</span>{_answer(flip.training_answer, flip)}</div>'
-        f'<div><span class="soft">serving</span>{_answer(flip.serving_answer, flip)}</div></div></details>'
-    )
-
-
-def _answer(answer: str, flip: FlippedQuery) -> str:
-    head, tail = answer[: flip.first_difference], answer[flip.first_difference :]
-    marked = f"<mark>{_text(tail)}</mark>" if tail else ""
-    return f"<pre>{_text(head)}{marked}</pre>"
 
 
 def _provenance(verdict: Verdict) -> str:

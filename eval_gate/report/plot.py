@@ -18,7 +18,8 @@ _TOP = 26
 def gap_plot(verdict: Verdict) -> str:
     """One row a kind and one for all queries: point = gap, bar = interval, dashed = margin, plain = no loss."""
     rows = [*verdict.kinds.items(), ("all queries", verdict.overall)]
-    low, high = _range(rows, verdict.policy.margin)
+    limit = verdict.policy.margin if verdict.overall.margin is None else verdict.overall.margin
+    low, high = _range(rows, limit)
     height = _TOP + _ROW * len(rows) + 34
 
     def x(gap: float) -> float:
@@ -27,18 +28,16 @@ def gap_plot(verdict: Verdict) -> str:
     bottom = _TOP + _ROW * len(rows)
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="gap and confidence interval per kind of query">',
-        f'<rect class="over" x="{x(verdict.policy.margin):.1f}" y="{_TOP - 8}" '
-        f'width="{_WIDTH - _RIGHT - x(verdict.policy.margin):.1f}" height="{bottom - _TOP + 8}"/>',
+        f'<rect class="over" x="{x(limit):.1f}" y="{_TOP - 8}" '
+        f'width="{_WIDTH - _RIGHT - x(limit):.1f}" height="{bottom - _TOP + 8}"/>',
     ]
     for tick in _ticks(low, high):
         parts.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{_TOP - 8}" y2="{bottom}"/>')
         parts.append(f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 16}">{100 * tick:+.0f}</text>')
     parts.append(f'<line class="zero" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{_TOP - 8}" y2="{bottom}"/>')
-    margin = x(verdict.policy.margin)
+    margin = x(limit)
     parts.append(f'<line class="margin" x1="{margin:.1f}" x2="{margin:.1f}" y1="{_TOP - 8}" y2="{bottom}"/>')
-    parts.append(
-        f'<text class="tick" x="{margin:.1f}" y="{_TOP - 13}">margin {100 * verdict.policy.margin:g} points</text>'
-    )
+    parts.append(f'<text class="tick" x="{margin:.1f}" y="{_TOP - 13}">margin {100 * limit:.3g} points</text>')
     for index, (name, found) in enumerate(rows):
         parts += _row(name, found, _TOP + _ROW * index + _ROW / 2, x, overall=index == len(rows) - 1)
     parts.append(f'<text class="tick" x="{(_LEFT + _WIDTH) / 2:.0f}" y="{bottom + 31}">points lost by serving</text>')

@@ -21,6 +21,10 @@ def print_verdict(verdict: Verdict, console: Console, *, flipped: int = 5) -> No
     console.print(_headline(verdict))
     console.print(_numbers(verdict))
     console.print(_kinds(verdict))
+    if len(verdict.suites) > 1:
+        console.print(_suites(verdict))
+    if verdict.looks:
+        console.print(_looks(verdict))
     if verdict.flipped and flipped:
         console.print(_flips(verdict, flipped))
 
@@ -56,7 +60,7 @@ def _kinds(verdict: Verdict) -> Table:
     table = Table(
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
-        caption=f"gap in points, positive = lost; {verdict.method}; margin {100 * verdict.policy.margin:g}",
+        caption=f"gap in points, positive = lost; {verdict.method}; margin {fmt.margin(verdict)}",
         caption_justify="left",
     )
     for column in ("kind", "queries", "training", "serving", "gap", "interval", "lost", "gained"):
@@ -74,6 +78,37 @@ def _kinds(verdict: Verdict) -> Table:
             str(found.only_serving),
             style="bold" if name == "all" else None,
         )
+    return table
+
+
+def _suites(verdict: Verdict) -> Table:
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("suite", "queries", "gap", "interval", "outcome"):
+        table.add_column(column, justify="left" if column == "suite" else "right")
+    for suite in verdict.suites:
+        found = suite.comparison
+        outcome = Text(suite.outcome, style=COLOURS[suite.outcome])
+        bounds = fmt.interval(found.lower, found.upper)
+        table.add_row(escape(suite.suite), str(found.n), fmt.points(found.gap), bounds, outcome)
+    return table
+
+
+def _looks(verdict: Verdict) -> Table:
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("look", "queries", "suite", "gap", "interval", "level", "outcome"):
+        table.add_column(column, justify="left" if column == "suite" else "right")
+    for look in verdict.looks:
+        for suite in look.suites:
+            found = suite.comparison
+            table.add_row(
+                f"{look.look} of {verdict.policy.looks}",
+                str(found.n),
+                escape(suite.suite),
+                fmt.points(found.gap),
+                fmt.interval(found.lower, found.upper),
+                f"{suite.level:.4f}",
+                Text(suite.outcome, style=COLOURS[suite.outcome]),
+            )
     return table
 
 

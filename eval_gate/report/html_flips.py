@@ -1,0 +1,71 @@
+"""The flipped queries of a page: side by side, with what differs first marked, filters and a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from eval_gate.verdict import FlippedQuery, Verdict
+
+SCRIPT = Path(__file__).with_name("filter.js").read_text(encoding="utf-8")
+"""All the script of the page: it hides what a filter leaves out, and reads nothing but the page."""
+
+MAX_SHOWN = 2000
+
+
+def flips_section(verdict: Verdict) -> str:
+    """The section, without its script."""
+    flips = verdict.flipped[:MAX_SHOWN]
+    if not flips:
+        return '<section id="none"><h2>Flipped queries</h2><div class="soft">none</div></section>'
+    rest = len(verdict.flipped) - len(flips)
+    more = f'<div class="soft">and {rest} more in verdict.json</div>' if rest else ""
+    controls = "".join(
+        [
+            _select("direction", "lost and gained", ("lost", "gained")),
+            _select("suite", "every suite", sorted({flip.suite for flip in flips})),
+            _select("kind", "every kind", sorted({flip.kind for flip in flips})),
+            '<input type="search" placeholder="search in ids, prompts and answers" aria-label="search">',
+            '<span class="soft count" role="status"></span>',
+        ]
+    )
+    return (
+        f'<section id="flips"><h2>Flipped queries ({len(verdict.flipped)})</h2>'
+        f'<div class="controls" hidden>{controls}</div>{"".join(map(_flip, flips))}{more}</section>'
+    )
+
+
+def first_token(text: str, place: int) -> tuple[str, str, str]:
+    """Text before, in and after the token at a place, cut at white space."""
+    start = place
+    while start > 0 and not text[start - 1].isspace():
+        start -= 1
+    end = max(place, start)
+    while end < len(text) and not text[end].isspace():
+        end += 1
+    return text[:start], text[start:end], text[end:]
+
+
+def _select(name: str, everything: str, values: Sequence[str]) -> str:
+    options = "".join(f'<option value="{escape(value)}">{escape(value)}</option>' for value in values)
+    return f'<select name="{name}" aria-label="{name}"><option value="">{everything}</option>{options}</select>'
+
+
+def _flip(flip: FlippedQuery) -> str:
+    data = f'data-direction="{flip.direction}" data-suite="{escape(flip.suite)}" data-kind="{escape(flip.kind)}"'
+    return (
+        f'<details {data}><summary><span class="{flip.direction}-tag">{flip.direction}</span> '
+        f'<b>{escape(flip.id)}</b> <span class="soft">{escape(flip.suite)}, {escape(flip.kind)}; '
+        f"expected {escape(flip.expected)}</span></summary>"
+        f"<pre>{escape(flip.prompt)}</pre>"
+        f'<div class="side"><div><span class="soft">training</span>{_answer(flip.training_answer, flip)}</div>'
+        f'<div><span class="soft">serving</span>{_answer(flip.serving_answer, flip)}</div></div></details>'
+    )
+
+
+def _answer(answer: str, flip: FlippedQuery) -> str:
+    head, token, tail = first_token(answer, flip.first_difference)
+    marked = f'<mark class="first">{escape(token)}</mark>' if token else ""
+    rest = f"<mark>{escape(tail)}</mark>" if tail else ""
+    return f"<pre>{escape(head)}{marked}{rest}</pre>"
