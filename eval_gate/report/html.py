@@ -36,7 +36,7 @@ def render_html(verdict: Verdict) -> str:
             _header(verdict, name + version),
             _figures(verdict),
             f"<section><h2>Gap against margin</h2>{gap_plot(verdict)}"
-            f'<div class="soft">{_text(verdict.method)}; bars show the bounds that decide</div></section>',
+            f'<div class="soft">{_text(verdict.method)}; {_deciding(verdict)}</div></section>',
             path_section(verdict),
             _suites(verdict),
             _kinds(verdict),
@@ -46,6 +46,10 @@ def render_html(verdict: Verdict) -> str:
             f"</main><script>{SCRIPT}</script></body></html>\n",
         ]
     )
+
+
+def _deciding(verdict: Verdict) -> str:
+    return "each suite decides by its own bounds" if len(verdict.suites) > 1 else "the lowest bar decides"
 
 
 def _text(value: object) -> str:

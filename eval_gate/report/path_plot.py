@@ -52,10 +52,12 @@ def _row(look: LookResult, index: int) -> str:
 def _plot(verdict: Verdict, index: int) -> str:
     found = [(look, look.suites[index]) for look in verdict.looks]
     margin = found[-1][1].comparison.margin
-    values = [0.0] + ([1.5 * margin] if margin is not None else [])
-    for _, suite in found:
-        values += [value for value in (suite.comparison.lower, suite.comparison.upper) if value is not None]
-    low, high = min(values), max(values)
+    # The first look's bounds may reach far; the scale is that of the last look's, and longer bars end at the edge.
+    last = found[-1][1].comparison
+    values = [0.0, last.lower, last.upper, *(suite.comparison.gap for _, suite in found)]
+    values += [] if margin is None else [2 * margin, -margin]
+    known = [value for value in values if value is not None]
+    low, high = min(known), max(known)
     pad = (high - low) * 0.06
     low, high = low - pad, high + pad
     planned = verdict.looks[-1].planned
@@ -64,6 +66,7 @@ def _plot(verdict: Verdict, index: int) -> str:
         return _LEFT + queries / planned * (_WIDTH - _LEFT - _RIGHT)
 
     def y(gap: float) -> float:
+        gap = min(max(gap, low), high)
         return _TOP + (high - gap) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     right = _WIDTH - _RIGHT
