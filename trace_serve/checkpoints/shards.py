@@ -16,7 +16,7 @@ from torch import Tensor
 from trace_serve.errors import PolicyError
 from trace_serve.policy.weights import TensorInfo
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -26,6 +26,7 @@ _DTYPES = {
     "I32": torch.int32,
     "U8": torch.uint8,
 }
+"""The dtypes of safetensors that checkpoints use."""
 _ALIGNMENT = 8
 
 
@@ -125,8 +126,8 @@ def dtype_of(info: TensorInfo) -> torch.dtype:
     Raises:
         PolicyError: one that weights of a served model do not have.
     """
-    if info.dtype not in _DTYPES:
+    if info.dtype not in DTYPES:
         raise PolicyError(
-            f"{info.file}: a tensor is {info.dtype}, expected one of {', '.join(_DTYPES)}", field=info.file
+            f"{info.file}: a tensor is {info.dtype}, expected one of {', '.join(DTYPES)}", field=info.file
         )
-    return _DTYPES[info.dtype]
+    return DTYPES[info.dtype]

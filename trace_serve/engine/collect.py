@@ -7,7 +7,6 @@ it is retracted: what had been sampled by then keeps its rows, whatever the pref
 from __future__ import annotations
 
 import base64
-import itertools
 import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trace_serve.engine import rows, state
+from trace_serve.engine import refit, rows, state
 from trace_serve.errors import EngineError
 from trace_serve.hints import wire
 from trace_serve.hints.options import FIELD, HintOptions
@@ -179,23 +178,13 @@ def _hint_file(req: Any, collected: Collected) -> wire.HintFile:
         sites=sites,
         recipe_id=engine.spec.recipe.recipe_id,
         model_digest=engine.model_digest,
-        weight_versions=_spans(joined.versions),
+        weight_versions=refit.spans(joined.versions),
         first_token=first,
         logprobs=_logprobs(req, first, len(joined)) if options.logprobs else None,
         routed_experts=joined.routed,
         routed_present=None if joined.routed is None else keep & (joined.versions >= 0),
         next_token_id=int(output[-1]) if output else None,
     )
-
-
-def _spans(versions: Any) -> tuple[tuple[int, int, str], ...]:
-    """Runs of rows of one weight version, named as the trainer named it."""
-    if not len(versions):
-        return ()
-    cuts = np.flatnonzero(np.diff(versions)) + 1
-    bounds = [0, *cuts.tolist(), len(versions)]
-    label = state.get().version_label
-    return tuple((a, b, label(int(versions[a]))) for a, b in itertools.pairwise(bounds))
 
 
 def _logprobs(req: Any, first: int, count: int) -> Any:

@@ -37,7 +37,6 @@ class EngineState:
         check_seams: what each seam of this process is, by name: `ok` or what is wrong; set by the plugin.
         refit: weight updates; None outside the scheduler.
         weight_version: counts weight updates.
-        version_labels: what the trainer called each of them; see `version_label`.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -55,7 +54,6 @@ class EngineState:
         self.check_seams: Callable[[], dict[str, str]] = dict
         self.refit: Refit | None = None
         self.weight_version = 0
-        self.version_labels: dict[int, str] = {}
 
     @property
     def shared_counters(self) -> Tensor | None:
@@ -92,12 +90,6 @@ class EngineState:
     def model_digest(self) -> str:
         """Digest of the directory that the weights were read from; empty for weights that a trainer sent."""
         return self.spec.policy_digest if self.refit is None else self.refit.versions.digests[-1]
-
-    def version_label(self, version: int) -> str:
-        """The trainer's name of a weight version, or SGLang's current one where none was given."""
-        from sglang.srt.runtime_context import get_serving
-
-        return self.version_labels.get(version, str(get_serving().weight_version))
 
     @cached_property
     def allowed_targets(self) -> AllowedTargets:

@@ -51,7 +51,6 @@ class Refit:
         self.versions = Versions(label, engine.spec.policy_digest)
         self.session: Session | None = None
         self.quarantined: str | None = None
-        engine.version_labels[engine.weight_version] = label
         self._scheduler = scheduler
         self._hold = Hold(scheduler)
         self._directory = directory
@@ -251,7 +250,6 @@ class Refit:
         staleness.note(live, engine.weight_version)
         name = self.versions.next_label(label)
         engine.weight_version = self.versions.add(name, digest)
-        engine.version_labels[engine.weight_version] = name
         self._scheduler.record_weight_version_change(new_version=name)
         staleness.cut(live, engine.weight_version)
         self.count("weight_updates", 1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trace_serve.checkpoints.reader import open_checkpoint
-from trace_serve.checkpoints.shards import Shards
+from trace_serve.checkpoints.shards import DTYPES, Shards
 from trace_serve.errors import ConfigError, PolicyError, ShapeError
 from trace_serve.policy.expert_names import parse
 from trace_serve.policy.layouts import KV_SCALES, declares_nvfp4, detect
@@ -22,16 +22,6 @@ from trace_serve.policy.packed import packed_modules
 from trace_serve.policy.weights import read_weights
 from trace_serve.recipe import Recipe
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-}
 _SHOWN = 3
 _WEIGHT = ".weight"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -65,8 +55,8 @@ class Manifest:
             if declared is not None and module in packed:
                 rows, columns = packed[module][declared.layout.codes].shape
                 tensors[f"{module}{_WEIGHT}"] = (torch.bfloat16, (rows, 2 * columns))
-            elif info.dtype in _DTYPES:
-                tensors[name] = (_DTYPES[info.dtype], info.shape)
+            elif info.dtype in DTYPES:
+                tensors[name] = (DTYPES[info.dtype], info.shape)
             else:
                 raise PolicyError(f"{directory}: tensor {name!r} has dtype {info.dtype}", field=info.file)
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
