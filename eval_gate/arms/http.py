@@ -129,7 +129,7 @@ class HttpArm:
         started = time.monotonic()
         try:
             async with self._session.post(self._endpoint.root + path, json=body) as response:
-                raw = await _read_limited(response)
+                raw = self._without_key(await _read_limited(response))
                 latency = time.monotonic() - started
                 if response.status != 200:
                     text = raw.decode("utf-8", "replace")
@@ -146,6 +146,11 @@ class HttpArm:
         except _AnswerTooLongError as exc:
             return unanswered(Failure(kind=ErrorClass.RESPONSE, message=str(exc)), attempt, None), None
         return _parse(raw, attempt, latency), None
+
+    def _without_key(self, raw: bytes) -> bytes:
+        """What a server sends is stored; some repeat the key they refuse."""
+        key = self._endpoint.api_key
+        return raw.replace(key.encode(), b"[key]") if key else raw
 
     async def _served_name(self) -> str:
         status, body = await self._get("/v1/models")

@@ -31,6 +31,7 @@ class ChatServer:
         faults: last user message -> faults that the next requests meet, one each: an HTTP status, "hang", "disconnect"
             or "garbage".
         report: body of `/trace/report`; None answers 404.
+        tokens: messages or prompt -> token ids of `/tokenize`; None answers 404.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class ChatServer:
         self.faults: dict[str, list[int | str]] = defaultdict(list)
         self.headers: dict[str, str] = {}
         self.report: dict[str, Any] | None = None
+        self.tokens: Callable[[Any], list[int]] | None = None
         self.finish_reason = "stop"
         self.extra_prompt_tokens = 0
         self.prompts: list[str] = []
@@ -63,6 +65,8 @@ class ChatServer:
         asyncio.set_event_loop(self._loop)
         app = web.Application(client_max_size=1 << 24)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._chat)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/trace/report", self._report)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -81,6 +85,13 @@ class ChatServer:
     async def _report(self, request: web.Request) -> web.Response:
         return web.json_response(self.report, status=404 if self.report is None else 200)
 
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.tokens is None:
+            return web.json_response({}, status=404)
+        ids = self.tokens(body["messages"] if "messages" in body else body["prompt"])
+        return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": 2048})
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -91,7 +102,7 @@ class ChatServer:
 
     async def _reply(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        prompt = body["messages"][-1]["content"]
+        prompt = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
         self.prompts.append(prompt)
         self.bodies.append(body)
         self.authorizations.append(request.headers.get("Authorization"))
@@ -112,7 +123,10 @@ class ChatServer:
             return web.json_response(answer)
         return web.json_response(
             {
-                "choices": [{"message": {"content": answer}, "finish_reason": self.finish_reason}],
+                "choices": [
+                    ({"message": {"content": answer}} if "messages" in body else {"text": answer})
+                    | {"finish_reason": self.finish_reason}
+                ],
                 "usage": {
                     "prompt_tokens": len(prompt) + self.extra_prompt_tokens,
                     "completion_tokens": max(1, len(answer)),
