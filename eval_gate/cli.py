@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,8 +31,16 @@ app = typer.Typer(
 )
 
 
-for command in (run, compare, plan, aa, report, convert):
-    app.command()(command)
+EXAMPLES: dict[Callable[..., None], str] = {
+    run: "eval-gate run --training models/base --serving policies/mine --looks 4 --out gate --key gate.pem",
+    compare: "eval-gate compare bf16.jsonl fp4.jsonl --margin 0.02 --out gate",
+    plan: "eval-gate plan --pilot gate/results.jsonl --margin 0.01 --looks 5",
+    aa: "eval-gate aa --arm http://127.0.0.1:8080 --queries support --concurrency 32 --out noise",
+    report: "eval-gate report gate --format junit --out junit.xml",
+    convert: "eval-gate convert batch.jsonl queries.jsonl --from openai-batch --answers answers.jsonl",
+}
+for command, example in EXAMPLES.items():
+    app.command(epilog=f"Example: {example}")(command)
 
 
 @app.callback()
@@ -55,7 +64,7 @@ def _flags(command: Any) -> dict[str, str]:
     }
 
 
-@app.command()
+@app.command(epilog="Example: eval-gate verify gate/verdict.dsse.json --public-key gate.pub --policy policies/mine")
 def verify(
     envelope: Annotated[Path, typer.Argument(help="Signed verdict (verdict.dsse.json).")],
     public_key: Annotated[Path, typer.Option(help="Public key of the signer.")],
@@ -85,7 +94,7 @@ def verify(
         typer.echo(f"authorises {policy}")
 
 
-@app.command()
+@app.command(epilog="Example: eval-gate keygen gate.pem gate.pub")
 def keygen(
     private_key: Annotated[Path, typer.Argument(help="File for the private key (owner-only).")],
     public_key: Annotated[

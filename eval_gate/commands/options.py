@@ -46,8 +46,3 @@ ModeOption = Annotated[Mode, typer.Option(help="Claim about queries like these, 
 ErrorCap = Annotated[float, typer.Option(help="Largest share of samples without a grade.")]
 BaselineFloor = Annotated[float, typer.Option(help="Smallest pass rate of the training arm.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-
-
-def example(line: str) -> str:
-    """The example at the foot of a command's help."""
-    return f"Example: {line}"

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,10 @@ import pytest
 from eval_gate.compare import lower_bound, upper_bound
 from eval_gate.outcomes import Outcomes
 from eval_gate.policy import GatePolicy
+from eval_gate.stats.holm import holm
+from eval_gate.stats.relative import contrast_score
 from eval_gate.stats.sequential import nominal_levels
+from eval_gate.stats.table import PairedTable
 
 RUNS = 2000
 MARGIN = 0.05
@@ -144,3 +148,58 @@ def test_looks_save_half_of_the_queries_of_a_loss_of_three_margins(spending: Lit
         used += reached
     assert blocked / RUNS > 0.99
     assert used / RUNS < 0.5 * setting.queries
+
+
+def test_a_relative_margin_errs_no_more_often_than_alpha() -> None:
+    share = 0.10
+    policy = GatePolicy(margin=share, margin_kind="relative")
+    z = NormalDist().inv_cdf(1 - ALPHA)
+    rng = np.random.default_rng(3)
+    # A passes 60%, B exactly 10% less of that: 48% both, 12% only A, 6% only B.
+    counts = rng.multinomial(400, [0.48, 0.12, 0.06, 0.34], size=RUNS)
+    tables = [PairedTable(*map(int, row)) for row in counts]
+    scores = [contrast_score(table, (-share, 1 - share, -1.0, 0.0)) for table in tables]
+    assert sum(score < -z for score in scores) / RUNS <= ALPHA + TOLERANCE
+    assert sum(score > z for score in scores) / RUNS <= ALPHA + TOLERANCE
+    # The bounds in points decide as the score does.
+    for table, score in list(zip(tables, scores, strict=True))[:20]:
+        rows = [table.both, table.only_a, table.only_b, table.neither]
+        outcomes = Outcomes(
+            np.repeat([1.0, 1.0, 0.0, 0.0], rows), np.repeat([1.0, 0.0, 1.0, 0.0], rows), np.arange(400)
+        )
+        margin = share * float(outcomes.training.mean())
+        assert (upper_bound(outcomes, policy, ALPHA) < margin) is (score < -z)
+        assert (lower_bound(outcomes, policy, ALPHA) > margin) is (score > z)
+
+
+def test_a_fixed_set_errs_no_more_often_than_alpha_over_its_own_samples() -> None:
+    policy = GatePolicy(margin=MARGIN, mode="fixed-set", repeats=4)
+    rng = np.random.default_rng(4)
+    a = rng.uniform(0.3, 0.95, size=300)
+    b = a - rng.choice([-0.05, 0.0, 0.15, 0.10], size=300)
+    b += (a - b).mean() - MARGIN
+    assert (a - b).mean() == pytest.approx(MARGIN)
+    passed = blocked = 0
+    for _ in range(RUNS):
+        outcomes = Outcomes(rng.binomial(4, a) / 4, rng.binomial(4, b) / 4, np.arange(300))
+        passed += upper_bound(outcomes, policy, ALPHA) < MARGIN
+        blocked += lower_bound(outcomes, policy, ALPHA) > MARGIN
+    assert passed / RUNS <= ALPHA + TOLERANCE
+    assert blocked / RUNS <= ALPHA + TOLERANCE
+
+
+def test_several_suites_together_err_no_more_often_than_alpha() -> None:
+    policy = GatePolicy(margin=MARGIN)
+    rng = np.random.default_rng(5)
+    bounds = _remembered(policy)
+    setting = Setting(300, 1, 1, 0.12, 0.07)
+    equal = Setting(300, 1, 1, 0.04, 0.04)
+    blocked = passed = 0
+    for _ in range(RUNS):
+        drawn = [setting.draw(rng) for _ in range(4)]
+        tests = [lambda level, one=one: bounds(one, level)[1] > MARGIN for one in drawn]
+        blocked += any(found.rejected for found in holm(tests, ALPHA))
+        # One suite at the margin and one without a loss: the whole may not pass more often than the worst suite.
+        passed += all(bounds(one, ALPHA)[0] < MARGIN for one in (drawn[0], equal.draw(rng)))
+    assert blocked / RUNS <= ALPHA + TOLERANCE
+    assert passed / RUNS <= ALPHA + TOLERANCE
