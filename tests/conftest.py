@@ -12,6 +12,7 @@ import pytest
 # Read when sglang is first imported, so it has to stand before any test does that.
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
+from engine_client import START_TIMEOUT_S
 from engine_model import write_engine_model
 
 from trace_serve.engine.launch import EngineConfig, EngineProcess
@@ -23,7 +24,6 @@ from trace_serve.server.process import ServerProcess
 # A shell starts background jobs with SIGINT ignored, and every child inherits that; tests interrupt their children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-START_TIMEOUT_S = 240.0
 CHUNK = 64
 
 

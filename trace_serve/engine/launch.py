@@ -165,7 +165,13 @@ class EngineProcess:
         )
         self._model_arguments = architecture.arguments(device=self.config.device)
         self._model_package = architecture.model_package
-        check_directory(self.config.model, self.recipe)
+        packed = check_directory(self.config.model, self.recipe)
+        if packed is not None and self.config.tensor_parallel > 1 and self.recipe.four_over_six != "off":
+            raise ConfigError(
+                "tensor_parallel: a packed checkpoint of a recipe with 4over6 is served by one rank in this version: a "
+                "padded slice would be rounded a second time; serve the BF16 weights, or use one rank",
+                field="tensor_parallel",
+            )
         if self.config.tensor_parallel < 1:
             raise ConfigError(
                 f"tensor_parallel: got {self.config.tensor_parallel}, expected 1 or more ranks", field="tensor_parallel"

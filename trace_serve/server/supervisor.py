@@ -76,7 +76,7 @@ class Supervisor:
         self._engine: EngineLike | None = None
         self._view: EngineView | None = None
         self._answers = False
-        self._stale_s: float | None = None
+        self._doubt: str | None = None
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
         self.reason = "the engine is starting"
@@ -89,10 +89,8 @@ class Supervisor:
 
     @property
     def doubt(self) -> str | None:
-        """Why the engine in service should get no new traffic, although it may only be busy; None when all is well."""
-        if self._stale_s is None:
-            return None
-        return f"the engine's scheduler gave its last sign of life {self._stale_s:.1f} s ago"
+        """Why the engine in service should get no new traffic, although it lives; None when all is well."""
+        return self._doubt
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -181,7 +179,11 @@ class Supervisor:
             return str(exc) or type(exc).__name__
         age = beat.get("age_s")
         silent_s = float(age) if isinstance(age, int | float) else 0.0
-        self._stale_s = silent_s if silent_s > self._settings.heartbeat_stale_s else None
+        self._doubt = None
+        if silent_s > self._settings.heartbeat_stale_s:
+            self._doubt = f"the engine's scheduler gave its last sign of life {silent_s:.1f} s ago"
+        elif beat.get("quarantined") is True:
+            self._doubt = "the engine holds weights of two versions after a failed update and waits for a whole one"
         if beat.get("alive") is not True:
             return EngineError(f"the engine's scheduler shows no sign of life (last one {age} s ago)")
         return None
@@ -190,7 +192,7 @@ class Supervisor:
         had_view = self._view is not None
         self._view = None
         self._answers = False
-        self._stale_s = None
+        self._doubt = None
         self.reason = reason
         if had_view:
             self._on_lost(reason)

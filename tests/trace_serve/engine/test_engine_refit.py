@@ -18,7 +18,7 @@ import engine_model
 import pytest
 import refit_client as client
 import torch
-from conftest import START_TIMEOUT_S
+from engine_client import START_TIMEOUT_S
 
 from trace_serve.engine.launch import EngineConfig, EngineProcess
 from trace_serve.engine.push import Push

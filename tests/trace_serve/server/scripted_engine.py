@@ -43,6 +43,7 @@ class Upstream:
         self.aborted: list[str] = []
         self.running = 0
         self.alive = True
+        self.quarantined = False
         self.age_s = 0.1
         self.heartbeat_delay = 0.0
 
@@ -67,7 +68,8 @@ class Upstream:
 
     async def heartbeat(self, _: web.Request) -> web.Response:
         await asyncio.sleep(self.heartbeat_delay)
-        return web.json_response({"age_s": self.age_s, "limit_s": 20.0, "alive": self.alive})
+        beat = {"age_s": self.age_s, "limit_s": 20.0, "alive": self.alive, "quarantined": self.quarantined}
+        return web.json_response(beat)
 
     async def get_report(self, _: web.Request) -> web.Response:
         return web.json_response(self.report)
@@ -81,6 +83,7 @@ class Upstream:
     async def set_health(self, request: web.Request) -> web.Response:
         wanted = await request.json()
         self.alive = wanted.get("alive", self.alive)
+        self.quarantined = wanted.get("quarantined", self.quarantined)
         self.age_s = wanted.get("age_s", self.age_s)
         self.heartbeat_delay = wanted.get("heartbeat_delay", self.heartbeat_delay)
         return web.json_response({})

@@ -114,6 +114,16 @@ def test_a_lost_engine_is_noticed_its_requests_fail_and_it_is_replaced(
     assert gauge(watched, "engine_restarts") == restarts + 1
 
 
+def test_a_quarantined_engine_is_not_ready_and_not_restarted(watched: Running) -> None:
+    old = watched.engine()["pid"]
+    watched.set_health(quarantined=True)
+    seconds_until(lambda: not ready(watched), 3)
+    assert "two versions" in httpx.get(watched.url + "/health/ready").text
+    watched.set_health(quarantined=False)
+    seconds_until(lambda: ready(watched), 3)
+    assert watched.engine()["pid"] == old
+
+
 def test_one_missed_heartbeat_stops_readiness_but_not_the_engine(watched: Running) -> None:
     old = watched.engine()["pid"]
     watched.set_health(heartbeat_delay=1.0)
