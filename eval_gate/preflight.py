@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from pathlib import PurePath
 
 from pydantic import BaseModel, ConfigDict
 
-from eval_gate.arms.evidence import ArmEvidence, EngineReport, LayerReport
+from eval_gate.arms.evidence import ArmEvidence, CheckpointEvidence, EngineReport, LayerReport
 from eval_gate.arms.records import PromptTokens, Role, SampleRecord
 from trace_serve.errors import RecipeError
 from trace_serve.recipe import Recipe
@@ -32,8 +33,15 @@ class Finding(BaseModel):
 def check_arm(role: Role, evidence: ArmEvidence) -> list[Finding]:
     """Does the arm prove that it is what its role says: the serving arm FP4 under its recipe, the training arm BF16?"""
     report = evidence.report
+    if report is None and evidence.checkpoint is not None:
+        return [_unproven(fault) for fault in _checkpoint_faults(role, evidence.checkpoint)]
     if report is None:
-        return [_unproven(f"the {role} arm has no /trace/report, so what it computes in is unknown")]
+        return [
+            _unproven(
+                f"the {role} arm has no /trace/report, so what it computes in is unknown; "
+                f"name its checkpoint with --{role}-checkpoint"
+            )
+        ]
     faults = []
     if evidence.artifact_digest and report.policy_digest and report.policy_digest != evidence.artifact_digest:
         faults.append(
@@ -41,6 +49,21 @@ def check_arm(role: Role, evidence: ArmEvidence) -> list[Finding]:
         )
     faults += _training_faults(report, evidence) if role is Role.TRAINING else _serving_faults(report, evidence)
     return [_unproven(fault) for fault in faults]
+
+
+def _checkpoint_faults(role: Role, found: CheckpointEvidence) -> list[str]:
+    faults = []
+    if found.served_root is None or PurePath(found.served_root).name != found.directory:
+        faults.append(f"the {role} arm serves {found.served_root!r}, expected the checkpoint {found.directory!r}")
+    if role is Role.TRAINING:
+        if found.quantization is not None or found.expert_layers_fp4:
+            faults.append(f"the training arm's checkpoint is quantized ({found.quantization}), expected BF16")
+    elif not found.expert_layers or found.expert_layers_fp4 != found.expert_layers:
+        faults.append(
+            f"the serving arm's checkpoint has packed FP4 experts in {found.expert_layers_fp4} of "
+            f"{found.expert_layers} layers with experts, expected all of them"
+        )
+    return faults
 
 
 def _training_faults(report: EngineReport, evidence: ArmEvidence) -> list[str]:

@@ -37,11 +37,12 @@ from trace_serve.errors import ConfigError
 
 @dataclass(frozen=True)
 class ArmConfig:
-    """One arm as the user names it: a URL or a directory, and how to talk to it."""
+    """One arm as the user names it, and how to talk to it; see `arms.source.resolve`."""
 
     spec: str
     api_key: str | None = field(default=None, repr=False)
     model: str | None = None
+    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def prepare(config: GateConfig) -> Plan:
         request_body(query, config.policy)
     endpoint = Endpoint(url="", timeout_s=config.timeout_s, concurrency=config.concurrency)
     sources = [
-        resolve(role, arm.spec, replace(endpoint, url=arm.spec, api_key=arm.api_key, model=arm.model))
+        resolve(role, arm.spec, replace(endpoint, url=arm.spec, api_key=arm.api_key, model=arm.model), arm.checkpoint)
         for role, arm in ((Role.TRAINING, config.training), (Role.SERVING, config.serving))
     ]
     schedule(queries.queries, config.policy.looks)

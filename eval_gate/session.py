@@ -18,31 +18,7 @@ from eval_gate.execute import Job, jobs, reuse, sample_arm, tokenize_prompts
 from eval_gate.policy import GatePolicy
 from eval_gate.preflight import Concern, Finding, check_arm, compare_arms, compare_prompt_tokens
 from eval_gate.queries import Query, QuerySet
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands.
-
-    Attributes:
-        role: the arm at work.
-        phase: `starting` its engine, `sampling`, or `done`.
-        done: samples that are there, of `total`.
-        passed: right answers among them.
-        failed: samples without a grade.
-        gap: training less serving pass rate over the pairs that are complete; None before the first.
-    """
-
-    role: Role
-    phase: str
-    done: int
-    total: int
-    passed: int
-    failed: int
-    gap: float | None
-
-
-OnProgress = Callable[[Progress], None]
+from eval_gate.tally import OnProgress, Tally
 
 
 @dataclass(frozen=True)
@@ -123,7 +99,7 @@ class Sessions:
         self._startup_timeout_s = startup_timeout_s
         self._arms = [r for r in [*recorded.others, *recorded.own] if isinstance(r, ArmRecord)]
         self._on_progress = on_progress
-        self._grades: dict[tuple[Role, str, int], bool | None] = {}
+        self._tally = Tally(len(queries.queries) * policy.repeats, policy.alpha)
 
     @asynccontextmanager
     async def open(self, source: ArmSource, against: ArmSession | None = None) -> AsyncIterator[ArmSession]:
@@ -144,6 +120,9 @@ class Sessions:
             stated = report.policy_digest if report else None
             artifact = source.evidence.artifact_digest or stated
             evidence = source.evidence.model_copy(update={"report": report, "artifact_digest": artifact})
+            if evidence.checkpoint is not None:
+                checkpoint = evidence.checkpoint.model_copy(update={"served_root": arm.root})
+                evidence = evidence.model_copy(update={"checkpoint": checkpoint})
             other = against.evidence if against else None
             if self.must_stop(check_arm(source.role, evidence), compare_arms(other, evidence) if other else []):
                 yield ArmSession(evidence, None)
@@ -242,31 +221,14 @@ class Sessions:
         return list(jobs(replace(self._queries, queries=tuple(queries)), self._policy, role, evidence))
 
     def _note(self, record: SampleRecord) -> None:
-        self._grades[record.role, record.query_id, record.sample] = record.passed
+        self._tally.note(record)
 
     def _note_and_report(self, record: SampleRecord) -> None:
         self._note(record)
         self._report(record.role, "sampling")
 
     def _report(self, role: Role, phase: str) -> None:
-        mine = [grade for (owner, _, _), grade in self._grades.items() if owner is role]
-        differences = [
-            int(grade) - int(other)
-            for (owner, query, sample), grade in self._grades.items()
-            if owner is Role.TRAINING and grade is not None
-            if (other := self._grades.get((Role.SERVING, query, sample))) is not None
-        ]
-        self._on_progress(
-            Progress(
-                role=role,
-                phase=phase,
-                done=len(mine),
-                total=len(self._queries.queries) * self._policy.repeats,
-                passed=sum(grade is True for grade in mine),
-                failed=sum(grade is None for grade in mine),
-                gap=sum(differences) / len(differences) if differences else None,
-            )
-        )
+        self._on_progress(self._tally.progress(role, phase))
 
 
 def _prompts(samples: Iterable[SampleRecord]) -> dict[str, PromptTokens]:

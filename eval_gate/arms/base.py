@@ -34,6 +34,9 @@ class Arm(Protocol):
     model: str
     """Served name, sent with each request; it says nothing about what answers."""
 
+    root: str | None
+    """Path or name of what is served, as the server says; None when it does not say."""
+
     async def report(self) -> EngineReport | None:
         """What is loaded, as the arm itself says; None when it does not say.
 

@@ -49,6 +49,28 @@ class GenerationDefaults(BaseModel):
     sampling: dict[str, float] = Field(default_factory=dict)
 
 
+class CheckpointEvidence(BaseModel):
+    """Formats of the checkpoint behind an endpoint that does not report on itself.
+
+    Attributes:
+        directory: its name.
+        quantization: as its configuration names it.
+        kv_cache: format that its configuration asks for; None leaves it to the server.
+        expert_layers: layers that have experts, `expert_layers_fp4` of them in packed FP4.
+        served_root: what the endpoint says it serves; None when it does not say.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    directory: str
+    quantization: str | None
+    kv_cache: str | None
+    expert_layers: int
+    expert_layers_fp4: int
+    layers_total: int
+    served_root: str | None = None
+
+
 class ArmEvidence(BaseModel):
     """Provenance of one arm.
 
@@ -61,6 +83,7 @@ class ArmEvidence(BaseModel):
         policy_version: from the policy's manifest.
         runtime: what computes it where that is not an engine or a server: `transformers`.
         generation: stop ids and sampling defaults of the directory; None for an endpoint.
+        checkpoint: formats of the files that the operator names for an endpoint.
         report: what the engine said is loaded; None for an endpoint without a report.
     """
 
@@ -74,4 +97,5 @@ class ArmEvidence(BaseModel):
     policy_version: str | None = None
     runtime: str | None = None
     generation: GenerationDefaults | None = None
+    checkpoint: CheckpointEvidence | None = None
     report: EngineReport | None = None

@@ -92,8 +92,8 @@ def _check(name: str, module: Any) -> None:
     usual = all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights)
     if not usual or getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
         raise ConfigError(f"{name}: experts of this layout are not computed with fake quantization", field="training")
-    if getattr(module, "has_bias", False) or not isinstance(module.act_fn, torch.nn.SiLU):
-        activation = type(module.act_fn).__name__
+    activation = type(module.act_fn).__name__
+    if getattr(module, "has_bias", False) or activation not in ("SiLU", "SiLUActivation"):
         raise ConfigError(f"{name}: activation {activation} or biases, expected SiLU without biases", field="training")
 
 

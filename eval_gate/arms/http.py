@@ -47,13 +47,19 @@ class Endpoint:
 
 
 class HttpArm:
-    """Client of one endpoint; an async context manager. A body with `prompt` goes to the completions route."""
+    """Client of one endpoint; an async context manager. A body with `prompt` goes to the completions route.
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    Args:
+        ask_root: ask the endpoint what it serves even where the model's name is given.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, ask_root: bool = False) -> None:
         self._endpoint = endpoint
+        self._ask_root = ask_root
         self._slots = asyncio.Semaphore(endpoint.concurrency)
         self._session: aiohttp.ClientSession | None = None
         self.model = endpoint.model or ""
+        self.root: str | None = None
 
     async def __aenter__(self) -> Self:
         key = self._endpoint.api_key
@@ -63,8 +69,8 @@ class HttpArm:
             connector=aiohttp.TCPConnector(limit=self._endpoint.concurrency + 1),
         )
         try:
-            if not self.model:
-                self.model = await self._served_name()
+            if not self.model or self._ask_root:
+                await self._ask_models()
         except BaseException:
             await self._session.close()
             raise
@@ -152,18 +158,21 @@ class HttpArm:
         key = self._endpoint.api_key
         return raw.replace(key.encode(), b"[key]") if key else raw
 
-    async def _served_name(self) -> str:
+    async def _ask_models(self) -> None:
         status, body = await self._get("/v1/models")
         try:
-            names = [entry["id"] for entry in orjson.loads(body)["data"]] if status == 200 else []
+            entries = [entry for entry in orjson.loads(body)["data"] if isinstance(entry["id"], str)]
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            names = []
-        if not names or not isinstance(names[0], str):
+            entries = []
+        chosen = next((entry for entry in entries if not self.model or entry["id"] == self.model), None)
+        if status != 200 or chosen is None:
+            wanted = f"one named {self.model!r}" if self.model else "a list; name the model"
             raise ConfigError(
-                f"{self._endpoint.root}/v1/models: got HTTP {status} without a model, expected a list; name the model",
-                field="model",
+                f"{self._endpoint.root}/v1/models: got HTTP {status} without a model, expected {wanted}", field="model"
             )
-        return names[0]
+        self.model = chosen["id"]
+        root = chosen.get("root")
+        self.root = root if isinstance(root, str) else None
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         assert self._session is not None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from eval_gate.arms import engine
 from eval_gate.arms.base import Arm
+from eval_gate.arms.checkpoint import read_checkpoint
 from eval_gate.arms.defaults import read_defaults
 from eval_gate.arms.evidence import ArmEvidence
 from eval_gate.arms.http import Endpoint, HttpArm
@@ -55,7 +56,7 @@ class ArmSource:
             async with TransformersArm(self.model, self.recipe, self.evidence) as arm:
                 yield arm
         elif self.directory is None:
-            async with HttpArm(self.endpoint) as http:
+            async with HttpArm(self.endpoint, ask_root=self.evidence.checkpoint is not None) as http:
                 yield http
         else:
             async with (
@@ -67,7 +68,7 @@ class ArmSource:
                 yield http
 
 
-def resolve(role: Role, spec: str, endpoint: Endpoint) -> ArmSource:
+def resolve(role: Role, spec: str, endpoint: Endpoint, checkpoint: Path | None = None) -> ArmSource:
     """Reads what `--training` or `--serving` names.
 
     - `http://...`: an OpenAI-compatible endpoint.
@@ -77,11 +78,18 @@ def resolve(role: Role, spec: str, endpoint: Endpoint) -> ArmSource:
       fake-quantized under a recipe (a preset, a file, or `policy` for the policy's own).
     - `results:FILE`: the answers that a `results.jsonl` holds for this role.
 
+    Args:
+        checkpoint: directory of what an endpoint serves, for one that does not report on itself.
+
     Raises:
         ConfigError: none of these, or not usable; `field` is the flag.
     """
     if spec.startswith(("http://", "https://")):
-        return ArmSource(role, None, endpoint, None, ArmEvidence(source=_without_userinfo(spec, role)))
+        return _endpoint(role, _without_userinfo(spec, role), endpoint, checkpoint)
+    if checkpoint is not None:
+        raise ConfigError(
+            f"--{role}-checkpoint: belongs to a URL, but --{role} is {spec!r}", field=f"{role}_checkpoint"
+        )
     if spec.startswith(RECORDED):
         return _recorded(role, Path(spec.removeprefix(RECORDED)), endpoint)
     if spec.startswith(TRANSFORMERS):
@@ -95,6 +103,15 @@ def resolve(role: Role, spec: str, endpoint: Endpoint) -> ArmSource:
     if role is Role.TRAINING:
         evidence, recipe = evidence.model_copy(update={"recipe_id": None}), None
     return ArmSource(role, directory, endpoint, recipe, evidence)
+
+
+def _endpoint(role: Role, url: str, endpoint: Endpoint, checkpoint: Path | None) -> ArmSource:
+    if checkpoint is None:
+        return ArmSource(role, None, endpoint, None, ArmEvidence(source=url))
+    evidence, _ = _identify(_directory(role, str(checkpoint)), url)
+    # The digest stays away: that the endpoint serves these very files is the operator's word, not something shown.
+    stated = ArmEvidence(source=url, generation=evidence.generation, checkpoint=read_checkpoint(checkpoint))
+    return ArmSource(role, None, endpoint, None, stated)
 
 
 def _identify(directory: Path, spec: str) -> tuple[ArmEvidence, Recipe | None]:

@@ -45,6 +45,7 @@ class TransformersArm:
         self._tokenizer: Any = None
         self._layers = 0
         self.model = directory.name
+        self.root: str | None = str(directory)
 
     async def __aenter__(self) -> Self:
         try:
@@ -106,6 +107,8 @@ class TransformersArm:
             import transformers
         except ImportError as exc:
             raise ConfigError(f"hf:{self._directory}: {_PACKAGES}", field="training") from exc
+        # Its bars would be drawn over the gate's own.
+        transformers.utils.logging.disable_progress_bar()
         try:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(self._directory)
             device = "cuda" if torch.cuda.is_available() else "cpu"

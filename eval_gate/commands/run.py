@@ -74,6 +74,8 @@ def run(
     baseline_floor: BaselineFloor = 0.20,
     training_model: Annotated[str | None, typer.Option(help="Served name at the training URL.")] = None,
     serving_model: Annotated[str | None, typer.Option(help="Served name at the serving URL.")] = None,
+    training_checkpoint: Annotated[Path | None, typer.Option(help="Directory that the training URL serves.")] = None,
+    serving_checkpoint: Annotated[Path | None, typer.Option(help="Directory that the serving URL serves.")] = None,
     training_key_env: Annotated[str | None, typer.Option(help="Variable with the training URL's API key.")] = None,
     serving_key_env: Annotated[str | None, typer.Option(help="Variable with the serving URL's API key.")] = None,
     judge_url: Annotated[str | None, typer.Option(help="Endpoint of the judge, where checkers have one.")] = None,
@@ -114,8 +116,12 @@ def run(
         allow_unproven=allow_unproven,
     )
     config = GateConfig(
-        training=ArmConfig(training, api_key(training_key_env, f"{Role.TRAINING}-key-env"), training_model),
-        serving=ArmConfig(serving, api_key(serving_key_env, f"{Role.SERVING}-key-env"), serving_model),
+        training=ArmConfig(
+            training, api_key(training_key_env, f"{Role.TRAINING}-key-env"), training_model, training_checkpoint
+        ),
+        serving=ArmConfig(
+            serving, api_key(serving_key_env, f"{Role.SERVING}-key-env"), serving_model, serving_checkpoint
+        ),
         queries=tuple(suite) if suite else queries,
         out=out,
         policy=policy,

@@ -31,6 +31,7 @@ class ChatServer:
         faults: last user message -> faults that the next requests meet, one each: an HTTP status, "hang", "disconnect"
             or "garbage".
         report: body of `/trace/report`; None answers 404.
+        models: entries of `/v1/models`.
         tokens: messages or prompt -> token ids of `/tokenize`; None answers 404.
     """
 
@@ -39,6 +40,7 @@ class ChatServer:
         self.faults: dict[str, list[int | str]] = defaultdict(list)
         self.headers: dict[str, str] = {}
         self.report: dict[str, Any] | None = None
+        self.models: list[dict[str, Any]] = [{"id": "same-name"}]
         self.tokens: Callable[[Any], list[int]] | None = None
         self.finish_reason = "stop"
         self.extra_prompt_tokens = 0
@@ -80,7 +82,7 @@ class ChatServer:
         self._loop.close()
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "same-name"}]})
+        return web.json_response({"data": self.models})
 
     async def _report(self, request: web.Request) -> web.Response:
         return web.json_response(self.report, status=404 if self.report is None else 200)
