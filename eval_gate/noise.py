@@ -14,8 +14,8 @@ from eval_gate.arms.http import Endpoint
 from eval_gate.arms.records import Role, SampleRecord, read_results, write_atomic
 from eval_gate.arms.source import resolve
 from eval_gate.run import ArmConfig, GateConfig, run_gate_async
-from eval_gate.session import OnProgress
 from eval_gate.stats.newcombe import wilson_interval
+from eval_gate.tally import OnProgress
 from eval_gate.verdict import Score, Verdict
 from trace_serve.errors import ConfigError
 

@@ -28,9 +28,10 @@ from eval_gate.preflight import check_arm, compare_arms
 from eval_gate.queries import QuerySet
 from eval_gate.redaction import load_redactor, redact
 from eval_gate.report.write import ReportPaths, write_reports
-from eval_gate.session import OnProgress, Recorded, Sessions
+from eval_gate.session import Recorded, Sessions
 from eval_gate.signing import load_private_key, sign_verdict
 from eval_gate.suites.named import open_all, stored
+from eval_gate.tally import OnProgress
 from eval_gate.verdict import Verdict
 from trace_serve.errors import ConfigError
 

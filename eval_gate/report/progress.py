@@ -13,7 +13,7 @@ from rich.progress import Progress as RichProgress
 from eval_gate.report import format as fmt
 
 if TYPE_CHECKING:
-    from eval_gate.session import Progress
+    from eval_gate.tally import Progress
 
 
 @contextmanager
@@ -68,5 +68,6 @@ def describe(progress: Progress) -> str:
     if progress.failed:
         parts.append(f"errors {progress.failed}")
     if progress.gap is not None:
-        parts.append(f"gap {fmt.points(progress.gap)}")
+        bounds = "" if progress.lower is None else f" {fmt.interval(progress.lower, progress.upper)}"
+        parts.append(f"gap {fmt.points(progress.gap)}{bounds}")
     return ", ".join(parts)

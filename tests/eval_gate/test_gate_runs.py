@@ -17,9 +17,9 @@ from eval_gate.arms.records import Role, SampleRecord, read_results
 from eval_gate.cli import main
 from eval_gate.policy import GatePolicy
 from eval_gate.run import ArmConfig, GateConfig, GateResult, run_gate
-from eval_gate.session import Progress
 from eval_gate.signing import generate_key, verify_verdict
 from eval_gate.stats.rule import Outcome
+from eval_gate.tally import Progress
 from trace_serve.errors import ConfigError
 
 Reports = Callable[..., dict[str, Any]]
