@@ -178,7 +178,7 @@ def test_a_different_rendered_prompt_is_confounded_not_a_gap(case: Case) -> None
     verdict = case.add(100, True, False, in_serving=lost_bos).verdict()
     assert (verdict.outcome, verdict.cause, verdict.exit_code) == (Outcome.INCONCLUSIVE, "confounded", 2)
     assert "rendered prompts differ in 100 queries" in verdict.reasons[0]
-    assert "q0: 10 against 9" in verdict.reasons[0]
+    assert "q0: 10 prompt tokens in the training arm, 9 in the serving arm" in verdict.reasons[0]
 
 
 @pytest.mark.parametrize("name", ["tokenizer_digest", "chat_template_digest", "context_length", "vocab_size"])

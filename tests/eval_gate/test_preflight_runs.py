@@ -12,6 +12,7 @@ import pytest
 from eval_gate.arms.defaults import read_defaults
 from eval_gate.arms.evidence import ArmEvidence, GenerationDefaults
 from eval_gate.arms.records import PromptTokens, Role, SampleRecord, read_results
+from eval_gate.checkers import PoolLimits
 from eval_gate.policy import GatePolicy
 from eval_gate.preflight import Concern, compare_arms, describe_difference
 from eval_gate.run import ArmConfig, GateConfig, GateResult, run_gate
@@ -192,6 +193,19 @@ def test_a_key_that_a_server_repeats_is_not_stored(gate: Gate, tmp_path: Path) -
     gate.run(serving=ArmConfig(gate.serving.url, api_key="key-of-the-arm"))
     for path in (tmp_path / "out").iterdir():
         assert b"key-of-the-arm" not in path.read_bytes()
+
+
+def test_a_grader_that_hangs_is_an_error_class_and_no_wrong_answer(gate: Gate, tmp_path: Path) -> None:
+    lines = (tmp_path / "q.jsonl").read_text().splitlines()
+    hanging = {"type": "regex", "pattern": "(.+)+#$"}
+    lines[:2] = [json.dumps({"id": f"h{i}", "prompt": "a" * 40, "max_tokens": 9, "checker": hanging}) for i in range(2)]
+    (tmp_path / "q.jsonl").write_text("\n".join(lines) + "\n")
+    limits = PoolLimits(workers=2, timeout_s=1.0)
+    verdict = gate.run(graders=limits, policy=GatePolicy(error_cap=0.0)).verdict
+    assert (verdict.outcome, verdict.cause, verdict.exit_code) == (Outcome.INCONCLUSIVE, "errors", 2)
+    for arm in (verdict.training, verdict.serving):
+        assert (arm.passed, arm.failed, arm.unscored) == (78, 0, {"checker": 2})
+    assert gate.run("capped", graders=limits, policy=GatePolicy(error_cap=0.05)).verdict.overall.scored == 78
 
 
 def test_a_query_file_cannot_make_the_machine_do_things(gate: Gate, tmp_path: Path) -> None:

@@ -36,11 +36,29 @@ def write(tmp_path: Path, data: bytes) -> Path:
         (GOOD.replace(b"numeric", b"psychic"), "q.jsonl:2: checker: .*psychic"),
         (GOOD.replace(b'"q1"', b'""'), "q.jsonl:2: id: "),
         (b"[" * 200_000 + b"\n", "q.jsonl:2: "),
+        (GOOD.replace(b'"q1"', b'"q2", "cluster": ""'), "q.jsonl:2: cluster: "),
+        (GOOD.replace(b'"q1"', b'"q2\\u0000"'), "q.jsonl:2: id: "),
+        (b'{"id": "q2", "prompt": "\xed\xa0\x80"}\n', "q.jsonl:2: not UTF-8 at byte 25"),
     ],
 )
 def test_a_faulty_record_is_named_by_line(tmp_path: Path, second: bytes, message: str) -> None:
     with pytest.raises(QueryError, match=message):
         load_queries(write(tmp_path, GOOD + second))
+
+
+@pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff"])
+def test_byte_order_marks_are_named(tmp_path: Path, mark: bytes) -> None:
+    with pytest.raises(QueryError, match="q.jsonl:1: starts with the byte order mark of UTF-"):
+        load_queries(write(tmp_path, mark + GOOD))
+
+
+def test_written_queries_read_back_equal(tmp_path: Path) -> None:
+    everything = load_queries(suites.path("support")).queries
+    path = write(tmp_path, queries.canonical(everything))
+    assert load_queries(path).queries == everything
+    schema = {"id": "s", "prompt": "p", "checker": {"type": "json_schema", "schema": {"type": "object"}}}
+    odd = queries.Query.model_validate(schema)
+    assert load_queries(write(tmp_path, queries.canonical([odd]))).queries == (odd,)
 
 
 def test_oversize_records_and_empty_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
