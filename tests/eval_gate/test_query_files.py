@@ -48,7 +48,7 @@ def test_a_faulty_record_is_named_by_line(tmp_path: Path, second: bytes, message
 
 @pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff"])
 def test_byte_order_marks_are_named(tmp_path: Path, mark: bytes) -> None:
-    with pytest.raises(QueryError, match="q.jsonl:1: starts with the byte order mark of UTF-"):
+    with pytest.raises(QueryError, match=r"q.jsonl:1: starts with the byte order mark of UTF-"):
         load_queries(write(tmp_path, mark + GOOD))
 
 
