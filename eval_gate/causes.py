@@ -43,20 +43,29 @@ def find_causes(
     ]
     causes += _error_causes(policy, training, serving)
     causes += _degenerate_causes(policy, training, serving)
-    if training.pass_rate_low is not None and training.pass_rate_low < policy.baseline_floor:
-        causes.append(
-            _inconclusive(
-                "baseline",
-                f"baseline: the training arm passes {_percent(training.pass_rate_low)}, expected at least "
-                f"{_percent(policy.baseline_floor)}; two broken models would agree",
-            )
-        )
+    causes += _baseline_causes(policy, training, suites)
     order = {Outcome.BLOCK: 0, Outcome.INCONCLUSIVE: 1, Outcome.PASS: 2}
     ruled = sorted(suites, key=lambda suite: order[suite.outcome])
     truncation = _truncation_causes(policy, training, serving)
     if ruled[0].outcome is Outcome.BLOCK:
         return [*causes, *(_suite_cause(policy, suite) for suite in ruled), *truncation]
     return [*causes, *truncation, *(_suite_cause(policy, suite) for suite in ruled)]
+
+
+def _baseline_causes(policy: GatePolicy, training: ArmSummary, suites: Sequence[SuiteResult]) -> list[Cause]:
+    """Of the whole, or else of each suite: one that nobody can answer would pass without a difference to show."""
+    rates = [("the training arm", training.pass_rate_low)]
+    if training.pass_rate_low is None or training.pass_rate_low >= policy.baseline_floor:
+        rates = [(f"suite {suite.suite}: the training arm", suite.comparison.training_pass_rate) for suite in suites]
+    return [
+        _inconclusive(
+            "baseline",
+            f"baseline: {name} passes {_percent(rate)}, expected at least {_percent(policy.baseline_floor)}; "
+            "two broken models would agree",
+        )
+        for name, rate in rates
+        if rate is not None and rate < policy.baseline_floor
+    ]
 
 
 def _error_causes(policy: GatePolicy, training: ArmSummary, serving: ArmSummary) -> list[Cause]:

@@ -228,6 +228,12 @@ def test_two_equally_broken_models_do_not_pass(case: Case) -> None:
     assert (verdict.outcome, verdict.cause) == (Outcome.INCONCLUSIVE, "baseline")
 
 
+def test_a_suite_that_nobody_can_answer_does_not_pass_beside_an_easy_one(case: Case) -> None:
+    verdict = case.add(300, True, True, suite="easy").add(100, False, False, suite="hard").verdict()
+    assert (verdict.outcome, verdict.cause) == (Outcome.INCONCLUSIVE, "baseline")
+    assert "suite hard: the training arm passes 0.0%" in verdict.reasons[0]
+
+
 def test_more_truncation_in_serving_keeps_a_pass_back(case: Case) -> None:
     cut = {"finish_reason": "length"}
     verdict = case.add(160, True, True).add(40, True, True, in_serving=cut).verdict()
