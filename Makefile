@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format bench bench-kernels bench-engine bench-gpu bench-compare doctor clean
+.PHONY: help install quickstart test lint format bench bench-kernels bench-engine bench-gpu bench-compare bench-gate doctor clean
 
 help:
 	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
@@ -26,6 +26,7 @@ help:
 	@echo 'make bench       load the server at HOST=$(HOST) with locust'
 	@echo 'make bench-kernels  NVFP4 quantization on this CPU beside public packers and a memory copy'
 	@echo 'make bench-engine   BF16 and FP4 engines in turns: tokens a second, hints, memory, start (BENCH_ARGS=...)'
+	@echo 'make bench-gate     what eval-gate run adds to the time of its arms'
 	@echo 'make bench-compare  time and memory of eval-gate compare on 200,000 recorded results'
 	@echo 'make bench-gpu   bandwidth of the Triton kernels on a card'
 	@echo 'make doctor      check the installation'
@@ -59,6 +60,9 @@ bench-kernels: $(INSTALLED)
 
 bench-engine: install
 	$(BIN)/python benchmarks/bench_engine.py $(BENCH_ARGS)
+
+bench-gate: $(INSTALLED)
+	$(BIN)/python benchmarks/bench_gate.py
 
 bench-compare: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_compare.py

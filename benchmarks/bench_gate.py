@@ -1,0 +1,123 @@
+"""What the gate adds to the time of its arms: python benchmarks/bench_gate.py [--queries 1600].
+
+A server in a process of its own answers after a seeded latency, as a model would. The same requests are sent once by a
+loop that does nothing else and once by `eval-gate run`, at the same concurrency; both arms are that one server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+
+def serve(port: multiprocessing.Queue[int], mean_s: float) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        prompt = body["messages"][-1]["content"]
+        await asyncio.sleep(random.Random(prompt).uniform(0.5, 1.5) * mean_s)
+        text = "Step by step, one finds the number asked for. " * 12 + f"It is {prompt.split()[0]}."
+        choice = {"message": {"content": text}, "finish_reason": "stop"}
+        return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 20, "completion_tokens": 130}})
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "bench"}]})
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        app.router.add_get("/v1/models", models)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port.put(runner.addresses[0][1])
+        await asyncio.Event().wait()
+
+    asyncio.run(main())
+
+
+@contextlib.contextmanager
+def server(mean_s: float) -> Iterator[str]:
+    context = multiprocessing.get_context("spawn")
+    port: multiprocessing.Queue[int] = context.Queue()
+    process = context.Process(target=serve, args=(port, mean_s), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{port.get(timeout=60)}"
+    finally:
+        process.terminate()
+        process.join()
+
+
+async def plain_loop(url: str, queries: int, concurrency: int) -> float:
+    slots = asyncio.Semaphore(concurrency)
+    started = time.monotonic()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def one(number: int) -> None:
+            body = {"model": "bench", "messages": [{"role": "user", "content": prompt(number)}], "max_tokens": 200}
+            async with slots, session.post(f"{url}/v1/chat/completions", json=body) as response:
+                await response.read()
+
+        for _ in range(2):
+            await asyncio.gather(*(one(number) for number in range(queries)))
+    return time.monotonic() - started
+
+
+def prompt(number: int) -> str:
+    return f"{number} is which number?"
+
+
+def gate(url: str, queries: Path, out: Path, concurrency: int) -> float:
+    command = [
+        *(sys.executable, "-m", "eval_gate.cli", "run", "--training", url, "--serving", url, "--allow-unproven"),
+        *("--queries", str(queries), "--out", str(out), "--concurrency", str(concurrency)),
+    ]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(done.stdout + done.stderr)
+    return time.monotonic() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--queries", type=int, default=1600)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--latency", type=float, default=1.0, help="mean seconds of one answer")
+    parser.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory, server(options.latency) as url:
+        queries = Path(directory, "q.jsonl")
+        rows = [
+            {"id": f"q{i}", "prompt": prompt(i), "max_tokens": 200, "checker": {"type": "numeric", "expected": i}}
+            for i in range(options.queries)
+        ]
+        queries.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        loops, gates = [], []
+        for turn in range(options.rounds):
+            loops.append(asyncio.run(plain_loop(url, options.queries, options.concurrency)))
+            gates.append(gate(url, queries, Path(directory, f"out{turn}"), options.concurrency))
+            print(f"loop {loops[-1]:.2f} s, gate {gates[-1]:.2f} s", flush=True)
+    added = statistics.median(gates) - statistics.median(loops)
+    print(
+        f"{2 * options.queries} requests, {options.concurrency} in flight, {options.latency:g} s each: the gate adds "
+        f"{added:.2f} s, {100 * added / statistics.median(loops):.1f}%"
+    )
+
+
+if __name__ == "__main__":
+    main()
