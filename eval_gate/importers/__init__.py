@@ -5,7 +5,7 @@ A converted file is written whole or not at all, and a record that has no counte
 
 from __future__ import annotations
 
-from eval_gate.importers.convert import FORMATS, Conversion, convert
+from eval_gate.importers.conversion import FORMATS, Conversion, convert
 from eval_gate.importers.records import Imported, ImportOptions
 
 __all__ = ["FORMATS", "Conversion", "ImportOptions", "Imported", "convert"]

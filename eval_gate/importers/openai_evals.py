@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eval_gate.importers.convert import each
+from eval_gate.importers.conversion import each
 from eval_gate.importers.records import Imported, ImportOptions, checker, json_lines, messages
 from trace_serve.errors import QueryError
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eval_gate.checkers.sandbox import network_isolation
-from eval_gate.importers.convert import each
+from eval_gate.importers.conversion import each
 from eval_gate.importers.records import Imported, ImportOptions, UnsupportedRecordError, checker
 from eval_gate.queries import MAX_FILE_BYTES
 from trace_serve.errors import ConfigError, QueryError

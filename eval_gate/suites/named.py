@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from eval_gate import suites
-from eval_gate.importers.convert import validated
+from eval_gate.importers.conversion import validated
 from eval_gate.importers.records import Imported, ImportOptions
 from eval_gate.queries import QuerySet, generated, load_queries, merge
 from trace_serve.errors import ConfigError
