@@ -36,7 +36,8 @@ def find_causes(
 ) -> list[Cause]:
     """All causes in deciding order; never empty."""
     training, serving = summaries
-    causes = [
+    causes = _budget_causes(policy, training, serving)
+    causes += [
         _inconclusive(finding.concern, f"{finding.concern}: {finding.message}")
         for finding in findings
         if not (finding.concern is Concern.UNPROVEN and policy.allow_unproven)
@@ -68,6 +69,23 @@ def _baseline_causes(policy: GatePolicy, training: ArmSummary, suites: Sequence[
     ]
 
 
+def _budget_causes(policy: GatePolicy, training: ArmSummary, serving: ArmSummary) -> list[Cause]:
+    """What ended the run comes first: that it did not reach something, evidence included, is no fault of an arm."""
+    arms = (training, serving)
+    if not any(ErrorClass.BUDGET in arm.unscored for arm in arms):
+        return []
+    counts = [sum(arm.unscored.get(kind, 0) for kind in (ErrorClass.BUDGET, ErrorClass.MISSING)) for arm in arms]
+    if all(count <= policy.error_cap * arm.samples for count, arm in zip(counts, arms, strict=True)):
+        return []
+    return [
+        _inconclusive(
+            "budget",
+            f"budget: --max-tokens or --max-wall ended the run before {counts[0]} of {training.samples} samples of the "
+            f"training arm and {counts[1]} of {serving.samples} of the serving arm; continue with --resume",
+        )
+    ]
+
+
 def _error_causes(policy: GatePolicy, training: ArmSummary, serving: ArmSummary) -> list[Cause]:
     causes = []
     for role, arm in ((Role.TRAINING, training), (Role.SERVING, serving)):
@@ -77,9 +95,6 @@ def _error_causes(policy: GatePolicy, training: ArmSummary, serving: ArmSummary)
         kinds = ", ".join(f"{count} {kind}" for kind, count in arm.unscored.items())
         infrastructure = any(kind not in _NOT_INFRASTRUCTURE for kind in arm.unscored)
         name = "infrastructure" if infrastructure else "errors"
-        if ErrorClass.BUDGET in arm.unscored and arm.unscored.keys() <= {ErrorClass.BUDGET, ErrorClass.MISSING}:
-            # What stopped the run is what has to change; the queries it did not reach are no fault of an arm.
-            name, infrastructure = "budget", False
         causes.append(
             Cause(
                 Outcome.INCONCLUSIVE,

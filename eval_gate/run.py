@@ -135,7 +135,7 @@ async def run_gate_async(config: GateConfig, on_progress: OnProgress | None = No
             judge_arm,
             seed=plan.config.policy.sample_seed,
             concurrency=config.concurrency,
-            known=recorded.judgements(),
+            known=recorded.judgements(plan.training.recorded, plan.serving.recorded),
         )
         sessions = Sessions(
             plan.queries,
@@ -242,7 +242,9 @@ async def _gather(
         if not together:
             await one.sample([query for part in plan for query in part])
             await stack.aclose()
-        if sessions.must_stop(compare_arms(one.evidence, serving.evidence), check_arm(Role.TRAINING, one.evidence)):
+        if sessions.exhausted or sessions.must_stop(
+            compare_arms(one.evidence, serving.evidence), check_arm(Role.TRAINING, one.evidence)
+        ):
             return ArmResults(one.evidence, one.samples), ArmResults(serving.evidence, []), None
         two = await stack.enter_async_context(sessions.open(serving, against=one))
         for looked, part in enumerate(plan, start=1):

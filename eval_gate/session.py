@@ -33,9 +33,10 @@ class Recorded:
         records = [*self.others, *self.own] if identified else self.own
         return {r.key: r for r in records if isinstance(r, SampleRecord) and r.text is not None}
 
-    def judgements(self) -> dict[str, Judgement]:
-        """What the judge said before, by key."""
-        samples = (r for r in [*self.others, *self.own] if isinstance(r, SampleRecord))
+    def judgements(self, *arms: Sequence[SampleRecord] | None) -> dict[str, Judgement]:
+        """What the judge said before, by key, also in arms that are nothing but records."""
+        records = [record for records in (self.others, self.own, *(arm or () for arm in arms)) for record in records]
+        samples = (r for r in records if isinstance(r, SampleRecord))
         return {r.judgement.key: r.judgement for r in samples if r.judgement is not None}
 
 
@@ -140,6 +141,11 @@ class Sessions:
             finally:
                 log.close()
         self._report(source.role, "done")
+
+    @property
+    def exhausted(self) -> bool:
+        """Is the budget spent, so that no arm need be opened any more?"""
+        return self._budget.exhausted() is not None
 
     def must_stop(self, *findings: list[Finding]) -> bool:
         """Is there a finding that makes sampling pointless?"""

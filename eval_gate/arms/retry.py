@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
 from eval_gate.arms.records import ErrorClass
 
@@ -32,10 +34,15 @@ class RetryPolicy:
 
 
 def parse_retry_after(value: str | None) -> float | None:
-    """Seconds of a Retry-After header; None for a date, nonsense or nothing."""
-    if value is None or not value.strip().isdecimal():
+    """Seconds of a Retry-After header, from now where it is a date; None for a past date, nonsense or nothing."""
+    text = (value or "").strip()
+    if text.isdecimal():
+        return float(text)
+    try:
+        seconds = (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError):
         return None
-    return float(value.strip())
+    return seconds if seconds > 0 else None
 
 
 def classify_status(status: int) -> ErrorClass:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import pytest
@@ -129,4 +131,8 @@ def test_back_off_grows_and_honours_retry_after() -> None:
     assert policy.delay_s(1, 7.0) == 7.0
     assert policy.delay_s(1, 3600.0) == 30.0
     assert parse_retry_after("5") == 5.0
-    assert parse_retry_after("Wed, 21 Oct 2026 07:28:00 GMT") is None
+    assert parse_retry_after("Wed, 21 Oct 2015 07:28:00 GMT") is None
+    assert parse_retry_after("soon") is parse_retry_after("") is parse_retry_after(None) is None
+    later = parse_retry_after(format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True))
+    assert later is not None
+    assert 55 < later <= 60
