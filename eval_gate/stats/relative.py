@@ -33,13 +33,13 @@ def contrast_score(table: PairedTable, weights: tuple[float, float, float, float
 
 
 def relative_loss_interval(table: PairedTable, confidence: float) -> Interval:
-    """Two-sided interval of the share of A's passes that B loses, within [-1, 1]; NaN where A never passes."""
+    """Two-sided interval of the share of A's passes that B loses, at most 1; NaN where A never passes."""
     if table.both + table.only_a == 0:
         return Interval(math.nan, math.nan)
     z = two_sided_z(confidence)
     estimate = (table.only_a - table.only_b) / (table.both + table.only_a)
-    estimate = max(-1.0, min(1.0, estimate))
-    return Interval(_limit(table, z, -1.0, estimate), _limit(table, -z, estimate, 1.0))
+    # A gain may be any multiple of what A passes; far more than B could show bounds the search.
+    return Interval(_limit(table, z, -4.0 * (table.n + 1), estimate), _limit(table, -z, estimate, 1.0))
 
 
 def _limit(table: PairedTable, z: float, low: float, high: float) -> float:
