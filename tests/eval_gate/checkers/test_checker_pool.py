@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import textwrap
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +145,38 @@ async def test_a_worker_ends_with_the_pool(functions: Path) -> None:
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+ORPHANING = """
+import asyncio
+from eval_gate.checkers import GraderPool, PoolLimits
+from eval_gate.checkers.specs import Regex
+
+async def main():
+    async with GraderPool(PoolLimits(workers=1, timeout_s=1)) as pool:
+        await pool.grade(Regex(type="regex", pattern="a"), "a")
+        print(pool._workers[0]._process.pid, flush=True)
+        await pool.grade(Regex(type="regex", pattern="(a+)+$"), "a" * 40 + "b")
+
+asyncio.run(main())
+"""
+
+
+def test_a_hanging_worker_does_not_outlive_a_gate_that_was_killed() -> None:
+    gate = subprocess.Popen([sys.executable, "-c", ORPHANING], stdout=subprocess.PIPE, text=True)
+    assert gate.stdout is not None
+    with gate.stdout:
+        worker = int(gate.stdout.readline())
+    gate.kill()
+    gate.wait()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.2)
+    pytest.fail("the worker is still there")
 
 
 @pytest.mark.parametrize(
