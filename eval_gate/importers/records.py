@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval_gate.queries import MAX_FILE_BYTES, check_encoding, parse_record, read_file
+from eval_gate.queries import check_encoding, parse_record, read_file
 from trace_serve.errors import ConfigError, QueryError
 
 RECORDED = "recorded"
@@ -47,7 +47,6 @@ class ImportOptions:
     max_tokens: int = 1024
     suite: str | None = None
     tokenizer: Path | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def expected(self, record_id: str, recorded: str | None, place: str) -> Any:
         """The expected answer of a record that carries no gold answer.
@@ -231,20 +230,3 @@ def response_text(body: Any) -> str | None:
     except (KeyError, IndexError, TypeError):
         return None
     return text if isinstance(text, str) else None
-
-
-__all__ = [
-    "CHECKERS",
-    "MAX_FILE_BYTES",
-    "ImportOptions",
-    "Imported",
-    "UnsupportedRecordError",
-    "checker",
-    "from_request",
-    "json_document",
-    "json_lines",
-    "load_answers",
-    "messages",
-    "response_text",
-    "yaml_document",
-]
