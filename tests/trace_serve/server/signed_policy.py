@@ -54,7 +54,7 @@ class Keys:
 def sign(policy: Policy, keys: Keys, out: Path, **changes: Any) -> Path:
     """Signs a passing verdict about a policy, or one with `changes`."""
     comparison = Comparison(
-        n=200, scored=200, training_pass_rate=0.8, serving_pass_rate=0.8, gap=0.0, lower=-0.01, upper=0.01,
+        n=200, scored=200, training_pass_rate=0.8, serving_pass_rate=0.8, gap=0.0, lower=-0.01, upper=0.01, margin=0.05,
         both=160, only_training=0, only_serving=0, neither=40, mcnemar_exact_p=1.0,
     )  # fmt: skip
     arm = ArmSummary(
