@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from junitparser import JUnitXml
 from rich.console import Console
 
 from eval_gate.report.html import render_html
@@ -171,3 +172,11 @@ def test_junit_is_what_the_jenkins_schema_allows(make_verdict: Callable[..., Ver
         assert set(element.keys()) <= attributes
         assert {child.tag for child in element} <= children
     assert root[0].get("name") == "a\ufffd\ufffd<&\ufffd"
+
+
+def test_junit_is_read_by_another_program(make_verdict: Callable[..., Verdict]) -> None:
+    (suite,) = JUnitXml.fromstring(render_junit(make_verdict(match=100, lost=60)).encode())
+    assert (suite.tests, suite.failures, suite.errors) == (2, 2, 0)
+    gate, default = suite
+    assert "the loss is larger than the margin" in gate.result[0].message
+    assert default.result[0].type == "BLOCK"
