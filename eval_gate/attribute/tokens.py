@@ -1,0 +1,101 @@
+"""Tokens of a recorded answer, with log-probabilities and routed experts where the server sent them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eval_gate.arms.records import SampleRecord
+
+
+@dataclass(frozen=True)
+class AnswerTokens:
+    """One answer as a sequence.
+
+    Attributes:
+        unit: what `tokens` are: `token ids`, `tokens` (their text), or `words` where a server tells neither.
+        tokens: T of them.
+        logprobs: float64 [T]; None where they were not recorded for every token.
+        top: most likely token of each position, as text; None where it was not recorded for every token.
+        routed: int32 values of [rows, layers, top-k]: experts of each token that passed through the model, prompt
+            first and without the last sampled token; None where they were not recorded.
+        prompt: tokens of the prompt; None where the server did not say.
+    """
+
+    unit: str
+    tokens: tuple[Any, ...]
+    logprobs: NDArray[np.float64] | None
+    top: tuple[str, ...] | None
+    routed: NDArray[np.int32] | None
+    prompt: int | None
+
+
+def answer_tokens(record: SampleRecord) -> AnswerTokens:
+    """Reads an answer of our arms: a chat or completions body, or that of the transformers arm."""
+    body = record.response if isinstance(record.response, dict) else {}
+    choices = body.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    texts, logprobs, top = _logprobs(choice.get("logprobs"))
+    ids = next((found for found in (choice.get("response_token_ids"), choice.get("token_ids")) if found), None)
+    ids = body.get("token_ids") if ids is None else ids
+    unit, tokens = "token ids", ids if _whole_numbers(ids) else None
+    if tokens is None:
+        unit, tokens = ("tokens", texts) if texts else ("words", (record.text or "").split())
+    if logprobs is not None and len(logprobs) != len(tokens):
+        logprobs = top = None
+    extension = body.get("sglext")
+    routed = extension.get("routed_experts") if isinstance(extension, dict) else None
+    return AnswerTokens(unit, tuple(tokens), logprobs, top, _routed(routed), record.prompt_tokens)
+
+
+def _whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+
+
+def _logprobs(raw: Any) -> tuple[list[str], NDArray[np.float64] | None, tuple[str, ...] | None]:
+    """Texts, log-probabilities and most likely tokens, of the chat form or the completions form."""
+    if not isinstance(raw, dict):
+        return [], None, None
+    if isinstance(raw.get("content"), list):
+        entries = [entry for entry in raw["content"] if isinstance(entry, dict)]
+        texts = [str(entry.get("token", "")) for entry in entries]
+        values = [entry.get("logprob") for entry in entries]
+        tops = [_first(entry.get("top_logprobs")) for entry in entries]
+    else:
+        texts = [str(text) for text in raw.get("tokens") or ()]
+        values = list(raw.get("token_logprobs") or ())
+        tops = [_likeliest(one) for one in raw.get("top_logprobs") or ()]
+    complete = len(values) == len(texts) and all(isinstance(value, int | float) for value in values)
+    known = bool(texts) and len(tops) == len(texts) and all(top is not None for top in tops)
+    return (
+        texts,
+        np.array(values, dtype=np.float64) if texts and complete else None,
+        tuple(str(top) for top in tops) if known else None,
+    )
+
+
+def _likeliest(entries: Any) -> str | None:
+    if not isinstance(entries, dict) or not entries:
+        return None
+    return str(max(entries.items(), key=lambda one: one[1])[0])
+
+
+def _first(entries: Any) -> str | None:
+    if not isinstance(entries, list) or not entries or not isinstance(entries[0], dict):
+        return None
+    best = max(entries, key=lambda one: one.get("logprob", float("-inf")))
+    return None if best.get("token") is None else str(best["token"])
+
+
+def _routed(text: Any) -> NDArray[np.int32] | None:
+    if not isinstance(text, str):
+        return None
+    try:
+        return np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4").astype(np.int32)
+    except (binascii.Error, ValueError):
+        return None
