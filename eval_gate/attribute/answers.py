@@ -144,6 +144,8 @@ class Answers:
         return await self._ask(source, path, wanted, samples)
 
     async def _ask(self, source: ArmSource, path: Path, wanted: list[Job], samples: list[SampleRecord]) -> Answered:
+        if self._budget.exhausted() is not None:
+            return Answered(ArmResults(source.evidence, samples), recorded=True, complete=False)
         have = {sample.key for sample in samples}
         log_path = self._directory / f"engine-{path.stem[:8]}.log"
         async with source.open(self._startup_timeout_s, log_path) as arm:

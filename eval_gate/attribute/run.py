@@ -194,13 +194,22 @@ def attribute(config: AttributeConfig, on_progress: Callable[[StepProgress], Non
     subject = check(config)
     try:
         (config.out / "answers").mkdir(parents=True, exist_ok=True)
+        # Findings of an earlier run must not be taken for this one's when it is interrupted.
+        for path in _reports(config.out):
+            path.unlink(missing_ok=True)
         stored(subject.queries, config.out)
     except OSError as exc:
         raise ConfigError(f"--out {config.out}: cannot be written: {exc.strerror}", field="out") from exc
     found = asyncio.run(_Attribution(subject, on_progress or (lambda progress: None)).run())
-    write_atomic(config.out / "attribution.json", (found.model_dump_json(indent=2) + "\n").encode())
-    write_atomic(config.out / "attribution.html", render_html(found).encode())
+    for path, text in zip(
+        _reports(config.out), (found.model_dump_json(indent=2) + "\n", render_html(found)), strict=True
+    ):
+        write_atomic(path, text.encode())
     return found
+
+
+def _reports(out: Path) -> tuple[Path, Path]:
+    return out / "attribution.json", out / "attribution.html"
 
 
 class _Attribution:

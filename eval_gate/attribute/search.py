@@ -212,7 +212,7 @@ class Search:
                 continue
             blocked = self._blocked_by(candidate.recipe)
             if blocked is not None:
-                reason = f"{candidate.label}: {blocked} already block by themselves"
+                reason = f"{candidate.label}: without the other part, its {blocked} already lose more than the margin"
                 if reason not in self._found.left_out:
                     self._found.left_out.append(reason)
                 continue

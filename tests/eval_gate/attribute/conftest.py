@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ from eval_gate.attribute.readings import Reading, read
 from eval_gate.attribute.search import Findings, Search, drive
 from eval_gate.attribute.trials import Trial
 from eval_gate.attribute.variants import Layout
+from eval_gate.cli import main
 from eval_gate.decide import ArmResults
 from eval_gate.policy import GatePolicy
 from eval_gate.queries import Query, QuerySet
@@ -122,3 +124,17 @@ def in_expert_layer() -> Callable[[int], Callable[[Recipe], bool]]:
 @pytest.fixture
 def in_kv_layer() -> Callable[[int], Callable[[Recipe], bool]]:
     return lambda layer: partial(kv_layer, layer)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line in this process: exit code, stdout, stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["eval-gate", "attribute", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return run
