@@ -37,7 +37,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     compare: "eval-gate compare bf16.jsonl fp4.jsonl --margin 0.02 --out gate",
     plan: "eval-gate plan --pilot gate/results.jsonl --margin 0.01 --looks 5",
     aa: "eval-gate aa --arm http://127.0.0.1:8080 --queries support --concurrency 32 --out noise",
-    attribute: "eval-gate attribute --model policies/mine --queries support-dev --budget 12 --out why",
+    attribute: "eval-gate attribute --model policies/mine --queries support-dev --budget 16 --out why",
     report: "eval-gate report gate --format junit --out junit.xml",
     convert: "eval-gate convert batch.jsonl queries.jsonl --from openai-batch --answers answers.jsonl",
 }

@@ -75,7 +75,7 @@ class AttributeConfig:
     out: Path
     recipe: Recipe | None = None
     policy: GatePolicy = field(default_factory=GatePolicy)
-    budget: int = 12
+    budget: int = 16
     max_wall_s: float | None = None
     kv_tokens: int = DEFAULT_KV_TOKENS
     recording: Recording = field(default_factory=Recording)
