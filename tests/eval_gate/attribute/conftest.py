@@ -66,6 +66,7 @@ class KnownModel:
     Attributes:
         noise: queries that any FP4 loses, and as many others that it gains.
         trials: what was asked, in order.
+        readings: what was answered, by recipe.
     """
 
     effects: list[Effect]
@@ -73,6 +74,7 @@ class KnownModel:
     noise: int = 3
     stop_after: int | None = None
     trials: list[Trial] = field(default_factory=list)
+    readings: dict[str, Reading] = field(default_factory=dict)
 
     async def evaluate(self, trial: Trial) -> Reading | None:
         self.trials.append(trial)
@@ -87,7 +89,9 @@ class KnownModel:
         one = [sample(Role.TRAINING, i, i not in gained) for i in range(self.count)]
         two = [sample(Role.SERVING, i, i not in lost) for i in range(self.count)]
         evidence = ArmEvidence(source="known")
-        return read(POLICY, query_set(self.count), ArmResults(evidence, one), ArmResults(evidence, two))
+        reading = read(POLICY, query_set(self.count), ArmResults(evidence, one), ArmResults(evidence, two))
+        self.readings[trial.recipe.recipe_id] = reading
+        return reading
 
     def search(self, recipe: Recipe, engines: int, **options: Any) -> Findings:
         """What the search finds with so many engines; fails if it starts more."""
