@@ -36,7 +36,9 @@ def conclude(found: Findings, recipe: Recipe, policy: GatePolicy, cost: Callable
     said += _remedy(found, recipe, cost)
     if found.stopped is not None:
         flag = "--budget" if found.stopped == "engines" else "--max-wall"
-        said.append(f"{flag} ended the search; raise it and run again, answers that are recorded are not asked again")
+        said.append(
+            f"{flag} left recipes untried; raise it and run again, answers that are recorded are not asked again"
+        )
     return tuple(said)
 
 

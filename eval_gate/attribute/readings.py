@@ -33,7 +33,7 @@ class Reading:
         outcome: as a gate run of this recipe would decide, and `reason` why.
         comparison: over all queries, at the policy's level.
         outcomes: pass rates by query, for contrasts with other readings.
-        pairs: the answers behind it.
+        pairs: the answers behind it; none where they were let go.
     """
 
     outcome: Outcome
@@ -81,4 +81,5 @@ def read(policy: GatePolicy, queries: ItemSet, training: ArmResults, serving: Ar
 
 def contrast(more: Reading, less: Reading, policy: GatePolicy) -> Comparison:
     """How much more one recipe loses than another, query by query: the gap is pass rate of `less` minus `more`."""
-    return compare(Outcomes(less.outcomes.serving, more.outcomes.serving, more.outcomes.clusters), policy)
+    paired = Outcomes(less.outcomes.serving, more.outcomes.serving, more.outcomes.clusters)
+    return compare(paired, policy.model_copy(update={"margin_kind": "absolute"}))

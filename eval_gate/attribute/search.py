@@ -87,6 +87,7 @@ class Search:
         self._recipe = recipe
         self._layout = layout
         self._left = engines
+        self._kept = 0
         self._cost = cost
         self._refuses = refuses
         self._too_few = too_few
@@ -110,7 +111,7 @@ class Search:
         known = self._readings.get(recipe.recipe_id)
         if known is not None:
             return known
-        if self._left <= 0:
+        if self._left <= self._kept:
             self._found.stopped = self._found.stopped or "engines"
             return None
         self._left -= 1
@@ -189,7 +190,10 @@ class Search:
             if self._standing(part) is Standing.CLEAR:
                 # It is within the margin by itself; what it adds to the other part is seen when they are put together.
                 steps.insert(0, Candidate("as it is", only(self._recipe, part), self._cost(only(self._recipe, part))))
+            # One part must not use up what the other needs.
+            self._kept = self._left // 2 if part is first else 0
             chosen = yield from self._first_passing(steps)
+            self._kept = 0
             # The last step is the part in BF16.
             alone[part] = steps[-1:] if chosen is None else steps[steps.index(chosen[0]) :]
         self._found.remedy = yield from self._first_passing(self._together(alone))

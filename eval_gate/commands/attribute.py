@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from eval_gate.attribute.answers import Recording
-from eval_gate.attribute.run import DEFAULT_KV_TOKENS, AttributeConfig
 from eval_gate.attribute.run import attribute as run_attribution
+from eval_gate.attribute.subject import DEFAULT_KV_TOKENS, AttributeConfig
 from eval_gate.attribute.terminal import live_steps, print_attribution
 from eval_gate.checkers import Permissions, PoolLimits
 from eval_gate.commands.options import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval_gate.attribute.run import AttributeConfig, check
+from eval_gate.attribute.subject import AttributeConfig, check
 from eval_gate.policy import GatePolicy
 from trace_serve.policy.manifest import Policy
 from trace_serve.recipe import Recipe

@@ -33,7 +33,7 @@ def test_the_command_tries_recipes_until_its_budget_ends_and_goes_on_from_there(
     code, text, errors = call(*flags, "--budget", "2")
     assert code == 0, errors
     assert "where the gap comes from" in text
-    assert "--budget ended the search" in " ".join(text.split())
+    assert "--budget left recipes untried" in " ".join(text.split())
     assert "2/2 W4A4 experts, NVFP4 KV: gap" in errors
     assert len(list(out.glob("answers/*.jsonl"))) == 2
 
