@@ -30,7 +30,7 @@ from eval_gate.attribute.trials import Stage, Trial
 from eval_gate.attribute.variants import Part, describe, in_bf16
 from eval_gate.budget import Budget
 from eval_gate.checkers import GraderPool
-from eval_gate.decide import ArmResults, tool_versions
+from eval_gate.decide import tool_versions
 from eval_gate.flips import flipped_queries
 from eval_gate.pairing import summarize
 from eval_gate.policy import GatePolicy
@@ -108,6 +108,8 @@ class _Attribution:
             )
             self._report()
             self._bf16 = await self._answers.of(None)
+            if self._bf16.complete:
+                self._check_baseline()
             search = Search(
                 subject.recipe,
                 subject.layout,
@@ -128,7 +130,7 @@ class _Attribution:
         answered = await self._answers.of(trial.recipe)
         if not answered.complete:
             return None
-        reading = self._read(answered.results)
+        reading = read(self._config.policy, self._subject.queries, self._bf16.results, answered.results)
         self._note(trial, reading, answered, time.monotonic() - begin)
         if trial.stage is Stage.WHOLE:
             self._flipped = flipped_queries(reading.pairs)
@@ -137,17 +139,15 @@ class _Attribution:
         self._on_progress(replace(self._progress(), reading=reading))
         return reading
 
-    def _read(self, serving: ArmResults) -> Reading:
+    def _check_baseline(self) -> None:
         policy = self._config.policy
-        reading = read(policy, self._subject.queries, self._bf16.results, serving)
-        rate = reading.training.pass_rate_low
+        rate = summarize(self._bf16.results.samples).pass_rate_low
         if rate is not None and rate < policy.baseline_floor:
             raise ConfigError(
                 f"--queries: the BF16 answers pass {100 * rate:.1f}%, expected at least "
                 f"{100 * policy.baseline_floor:g}% (--baseline-floor); what a model cannot do it cannot lose",
                 field="queries",
             )
-        return reading
 
     def _note(self, trial: Trial, reading: Reading, answered: Answered, seconds: float) -> None:
         subject = self._subject
