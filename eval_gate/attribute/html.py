@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from eval_gate.attribute.result import Attribution
-from eval_gate.attribute.terminal import ANSWER_COLUMNS, answer_cells, bf16_cells, megabytes
+from eval_gate.attribute.terminal import ANSWER_COLUMNS, ANSWER_NOTE, answer_cells, bf16_cells, megabytes
 from eval_gate.report import format as fmt
 from eval_gate.report.html_flips import first_token
 
@@ -118,11 +118,7 @@ def _gaps(found: Attribution) -> str:
 def _answers(found: Attribution) -> str:
     rows = [("BF16", *bf16_cells(found.bf16, found.bf16_refusals))]
     rows += [(_text(step.described), *answer_cells(found, index)) for index, step in enumerate(found.steps)]
-    note = (
-        "same: answers without a difference; differ at: median place of the first different token; log-probabilities, "
-        "top-1 and KL over the tokens before it; cut: at the token limit; repeat: one unit to the limit"
-    )
-    return _table(("answers", *ANSWER_COLUMNS), rows) + f'<div class="soft">{note}</div>'
+    return _table(("answers", *ANSWER_COLUMNS), rows) + f'<div class="soft">{_text(ANSWER_NOTE)}</div>'
 
 
 def _remedy(found: Attribution) -> str:

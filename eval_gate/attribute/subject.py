@@ -51,7 +51,7 @@ class AttributeConfig:
     out: Path
     recipe: Recipe | None = None
     policy: GatePolicy = field(default_factory=GatePolicy)
-    budget: int = 16
+    budget: int = 20
     max_wall_s: float | None = None
     kv_tokens: int = DEFAULT_KV_TOKENS
     recording: Recording = field(default_factory=Recording)

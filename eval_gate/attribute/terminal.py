@@ -21,7 +21,7 @@ from eval_gate.verdict import ArmSummary
 if TYPE_CHECKING:
     from eval_gate.attribute.run import StepProgress
 
-NOT_RECORDED = "not recorded"
+NOT_RECORDED = "n/r"
 
 
 def print_attribution(found: Attribution, console: Console) -> None:
@@ -63,7 +63,7 @@ def _recipes(found: Attribution) -> Table:
 
 
 def _answers(found: Attribution) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption=ANSWER_NOTE, caption_justify="left")
     for column in ("answers", *ANSWER_COLUMNS):
         table.add_column(column, justify="left" if column == "answers" else "right", no_wrap=column != "answers")
     table.add_row("BF16", *bf16_cells(found.bf16, found.bf16_refusals))
@@ -73,6 +73,11 @@ def _answers(found: Attribution) -> Table:
 
 
 ANSWER_COLUMNS = ("same", "differ at", "|dlogp|", "top-1", "KL k1", "KL k3", "routers", "cut", "repeat", "refuse")
+ANSWER_NOTE = (
+    "same: answers without a difference; differ at: median place of the first different token of the others; "
+    "log-probabilities, top-1, KL and routers over the tokens that both saw in the same context; "
+    f"cut: at the token limit; repeat: one unit to that limit; refuse: opens with a refusal; {NOT_RECORDED}: not recorded"
+)
 
 
 def bf16_cells(arm: ArmSummary, refusals: int) -> tuple[str, ...]:

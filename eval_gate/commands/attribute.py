@@ -38,7 +38,7 @@ def attribute(
     ] = None,
     queries: Annotated[str, typer.Option(help="A query file, or the name of a suite.")] = "support-dev",
     suite: Annotated[list[str] | None, typer.Option(help="A suite, as of `run`; may be given several times.")] = None,
-    budget: Annotated[int, typer.Option(help="Engines to start at most, the BF16 one included.")] = 16,
+    budget: Annotated[int, typer.Option(help="Engines to start at most, the BF16 one included.")] = 20,
     max_queries: Annotated[int | None, typer.Option(help="Size of a seeded random subsample.")] = None,
     max_wall: Annotated[float | None, typer.Option(min=0, help="Seconds after which it asks nothing more.")] = None,
     margin: Margin = 0.05,

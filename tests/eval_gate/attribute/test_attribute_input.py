@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval_gate.attribute.subject import AttributeConfig, check
+from eval_gate.attribute.subject import AttributeConfig, Subject, check
 from eval_gate.policy import GatePolicy
 from trace_serve.policy.manifest import Policy
 from trace_serve.recipe import Recipe
@@ -74,7 +74,7 @@ def test_queries_with_a_judge_and_an_unwritable_place_are_refused(
 
 
 def test_the_model_says_what_can_be_in_fp4_and_what_it_costs(engine_model: Path, tmp_path: Path) -> None:
-    def subject(**policy: object) -> object:
+    def subject(**policy: object) -> Subject:
         return check(AttributeConfig(engine_model, ("support-dev",), tmp_path, Recipe(), GatePolicy(**policy)))
 
     found = subject(max_queries=40, looks=4)
