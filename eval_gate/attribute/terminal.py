@@ -76,7 +76,7 @@ ANSWER_COLUMNS = ("same", "differ at", "|dlogp|", "top-1", "KL k1", "KL k3", "ro
 ANSWER_NOTE = (
     "same: answers without a difference; differ at: median place of the first different token of the others; "
     "log-probabilities, top-1, KL and routers over the tokens that both saw in the same context; "
-    f"cut: at the token limit; repeat: one unit to that limit; refuse: opens with a refusal; {NOT_RECORDED}: not recorded"
+    f"cut: at the token limit; repeat: one unit to it; refuse: opens with a refusal; {NOT_RECORDED}: not recorded"
 )
 
 
