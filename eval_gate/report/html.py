@@ -101,7 +101,9 @@ def _suites(verdict: Verdict) -> str:
             f'<b class="{suite.outcome}-text">{suite.outcome}</b>',
         )
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    note = "every suite must pass; with several, the lower bounds are Holm's" if len(rows) > 1 else "decides"
+    note = "its upper bound has to stay below the margin"
+    if len(rows) > 1:
+        note = "every suite must pass; with several, the lower bounds are Holm's"
     return (
         '<section id="suites"><h2>By suite</h2><table><tr>'
         + "".join(f"<th>{name}</th>" for name in head)
