@@ -15,7 +15,6 @@ from eval_gate.stats.rule import Outcome
 from eval_gate.verdict import Comparison
 from trace_serve.recipe import Recipe
 
-NAMES = {Part.EXPERTS: "experts", Part.KV: "KV cache"}
 CHOSEN_HERE = (
     "the remedy was chosen on these queries, so its gap looks better than it is: gate it on others before release"
 )
@@ -32,7 +31,7 @@ def conclude(found: Findings, recipe: Recipe, policy: GatePolicy, cost: Callable
     said += _parts(found, policy)
     said += _activations(found, policy)
     for part, sets in found.layers.items():
-        said.append(f"{NAMES[part]}: " + "; ".join(map(_layer_set, sets)))
+        said.append(f"{part.words}: " + "; ".join(map(_layer_set, sets)))
     said += _remedy(found, recipe, cost)
     if found.stopped is not None:
         flag = "--budget" if found.stopped == "engines" else "--max-wall"
@@ -50,13 +49,13 @@ def _parts(found: Findings, policy: GatePolicy) -> list[str]:
     tried = {part: reading for part, reading in found.parts.items() if reading is not None}
     said = []
     for part, reading in tried.items():
-        said.append(f"{NAMES[part]} alone in FP4: {gap_text(reading.comparison)}, {_standing(reading)}")
+        said.append(f"{part.words} alone in FP4: {gap_text(reading.comparison)}, {_standing(reading)}")
     if len(tried) == len(Part):
         if all(reading.standing is Standing.CLEAR for reading in tried.values()):
             said.append("each part alone is within the margin: the gap comes from both together")
         worst, other = sorted(Part, key=lambda part: -tried[part].gap)
         between = contrast(tried[worst], tried[other], policy)
-        said.append(_contrast(f"{NAMES[worst]} lose more than the {NAMES[other]}", between))
+        said.append(_contrast(f"the loss of the {worst.words} exceeds that of the {other.words}", between))
     return said
 
 

@@ -157,7 +157,7 @@ class Search:
 
             def ask(layers: tuple[int, ...], part: Part = part, alone: Recipe = alone) -> Asking:
                 recipe = limited_to(alone, part, layers, self._layout)
-                return self._ask(Stage.LAYERS, recipe, f"{part} in layers {layer_text(layers)}")
+                return self._ask(Stage.LAYERS, recipe, f"{part.words} in layers {layer_text(layers)}")
 
             layers = quantized_layers(self._recipe, part, self._layout)
             self._found.layers[part] = yield from bisect(
@@ -216,7 +216,7 @@ class Search:
                 continue
             blocked = self._blocked_by(candidate.recipe)
             if blocked is not None:
-                reason = f"{candidate.label}: without the other part, its {blocked} already lose more than the margin"
+                reason = f"{candidate.label}: with the other part in BF16, its {blocked.words} already block"
                 if reason not in self._found.left_out:
                     self._found.left_out.append(reason)
                 continue

@@ -16,6 +16,10 @@ class Part(StrEnum):
     KV = "kv"
 
     @property
+    def words(self) -> str:
+        return "experts" if self is Part.EXPERTS else "KV cache"
+
+    @property
     def other(self) -> Part:
         return Part.KV if self is Part.EXPERTS else Part.EXPERTS
 

@@ -149,7 +149,7 @@ def test_no_remedy_of_a_part_that_blocks_by_itself_is_tried(known: Known) -> Non
     found = model.search(Recipe(), 40)
     tried = [trial.recipe for trial in model.trials if trial.stage is Stage.REMEDIES]
     assert not any(r.experts == "w4a16" and not r.expert_rotation and r.expert_layers is None for r in tried)
-    assert "W4A16: without the other part, its experts already lose more than the margin" in found.left_out
+    assert "W4A16: with the other part in BF16, its experts already block" in found.left_out
     assert found.remedy[0].recipe.experts == "bf16"
 
 
