@@ -1,9 +1,9 @@
 """Rows are those of the forward passes that sampled a request's tokens, however the scheduler ran it.
 
-Attention gives a row the same bits in any batch and any chunk, and so does a BF16 product on some machines; on others it
-rounds differently for another number of rows. Where passes of the same shape ran, or the same pass wrote the rows, these
-tests ask for equal bits everywhere; elsewhere for agreement, and `test_engine_attention` for equal bits where the machine's
-products allow them. Rows of another token, or shifted by one, agree in about half of their bits.
+Attention gives a row the same bits in any batch and any chunk, and so does a BF16 product on some machines; on
+others it rounds differently for another number of rows. Where passes of the same shape ran, or the same pass wrote the
+rows, these tests ask for equal bits everywhere; elsewhere for agreement, and `test_engine_attention` for equal bits
+where the machine's products allow them. Rows of another token, or shifted by one, agree in about half of their bits.
 """
 
 from __future__ import annotations
