@@ -45,36 +45,37 @@ def _recipes(found: Attribution) -> Table:
         + (" points" if found.policy.margin_kind == "absolute" else "% of the BF16 pass rate"),
         caption_justify="left",
     )
-    for column in ("in FP4", "gap", "interval", "lost", "gained", "outcome", "weights", "KV B/token"):
-        table.add_column(column, justify="left" if column == "in FP4" else "right", no_wrap=column != "in FP4")
-    for step in found.steps:
+    table.add_column("", justify="right")
+    table.add_column("in FP4", min_width=20)
+    for column in ("gap", "interval", "lost", "gained", "outcome"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for number, step in enumerate(found.steps, start=1):
         paired = step.comparison
         table.add_row(
+            str(number),
             step.described,
             fmt.points(paired.gap),
             fmt.interval(paired.lower, paired.upper),
             str(paired.only_training),
             str(paired.only_serving),
             Text(step.outcome, style=COLOURS[step.outcome]),
-            megabytes(step.cost.weights_bytes),
-            f"{step.cost.kv_bytes_per_token:,}",
         )
     return table
 
 
 def _answers(found: Attribution) -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption=ANSWER_NOTE, caption_justify="left")
-    for column in ("answers", *ANSWER_COLUMNS):
-        table.add_column(column, justify="left" if column == "answers" else "right", no_wrap=column != "answers")
+    for column in ("", *ANSWER_COLUMNS):
+        table.add_column(column, justify="right", no_wrap=True)
     table.add_row("BF16", *bf16_cells(found.bf16, found.bf16_refusals))
-    for index, step in enumerate(found.steps):
-        table.add_row(step.described, *answer_cells(found, index))
+    for index in range(len(found.steps)):
+        table.add_row(str(index + 1), *answer_cells(found, index))
     return table
 
 
-ANSWER_COLUMNS = ("same", "differ at", "|dlogp|", "top-1", "KL k1", "KL k3", "routers", "cut", "repeat", "refuse")
+ANSWER_COLUMNS = ("same", "at", "|dlogp|", "top-1", "KL k1", "KL k3", "routers", "cut", "repeat", "refuse")
 ANSWER_NOTE = (
-    "same: answers without a difference; differ at: median place of the first different token of the others; "
+    "same: answers without a difference; at: median place of the first different token of the others; "
     "log-probabilities, top-1, KL and routers over the tokens that both saw in the same context; "
     f"cut: at the token limit; repeat: one unit to it; refuse: opens with a refusal; {NOT_RECORDED}: not recorded"
 )
@@ -89,8 +90,8 @@ def answer_cells(found: Attribution, index: int) -> tuple[str, ...]:
     step = found.steps[index]
     drift = step.drift
     return (
-        f"{drift.identical}/{drift.pairs}",
-        "-" if drift.first_difference is None else f"{drift.first_difference:g} {(drift.unit or '').split()[0]}",
+        str(drift.identical),
+        "-" if drift.first_difference is None else f"{drift.first_difference:g}",
         number(drift.mean_abs_logprob),
         NOT_RECORDED if drift.top1 is None else fmt.percent(drift.top1),
         number(drift.kl_k1),

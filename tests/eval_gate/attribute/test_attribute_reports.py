@@ -114,7 +114,7 @@ def test_the_terminal_shows_gap_interval_outcome_and_cost_of_each_recipe(finding
     print_attribution(finding, console)
     text = console.file.getvalue()
     for step in finding.steps:
-        row = next(line for line in text.splitlines() if line.startswith((" " + step.described, step.described)))
+        row = next(line for line in text.splitlines() if f" {step.described}  " in line and "[" in line)
         assert step.outcome in row
         assert f"{100 * step.comparison.gap:+.1f}" in row
     assert "not tried: " + HOSTILE in text
