@@ -55,6 +55,10 @@ def _text(value: object) -> str:
     return html.escape(str(value), quote=True)
 
 
+def _unbroken(text: str) -> str:
+    return text.replace(" ", "&nbsp;")
+
+
 def _section(title: str, body: str) -> str:
     return f"<section><h2>{title}</h2>{body}</section>"
 
@@ -75,11 +79,11 @@ def _recipes(found: Attribution) -> str:
                 _text(step.described),
                 _text(step.stage),
                 fmt.points(paired.gap),
-                fmt.interval(paired.lower, paired.upper),
+                _unbroken(fmt.interval(paired.lower, paired.upper)),
                 str(paired.only_training),
                 str(paired.only_serving),
                 f'<b class="{step.outcome}-text">{step.outcome}</b>',
-                megabytes(step.cost.weights_bytes),
+                _unbroken(megabytes(step.cost.weights_bytes)),
                 f"{step.cost.kv_bytes_per_token:,}",
             )
         )
