@@ -15,8 +15,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from eval_gate.arms.http import ChatArm, Endpoint
-from eval_gate.checkers import grade
+from eval_gate.arms.http import Endpoint, HttpArm
+from eval_gate.checkers import grade, program_of
 from eval_gate.execute import request_body
 from eval_gate.policy import GatePolicy
 from eval_gate.queries import Query, load_queries
@@ -59,7 +59,7 @@ RECIPES: dict[str, Recipe] = {
 async def _answers(engine: EngineProcess, queries: list[Query]) -> list[str]:
     endpoint = Endpoint(url=engine.url, api_key=engine.api_key, model=engine.served_name, concurrency=CONCURRENCY)
     policy = GatePolicy()
-    async with ChatArm(endpoint) as arm:
+    async with HttpArm(endpoint) as arm:
 
         async def one(query: Query) -> str:
             exchange = await arm.complete({**request_body(query, policy), "model": arm.model})
@@ -103,7 +103,7 @@ def main() -> None:
             kept.write_text(json.dumps(_run(model, name, RECIPES[name], queries, arguments.out / "engine.log")))
         texts[name] = json.loads(kept.read_text())
     passed = {
-        name: [bool(grade(query.checker, text).passed) for query, text in zip(queries, answers, strict=True)]
+        name: [bool(grade(program_of(query.checker), text).passed) for query, text in zip(queries, answers, strict=True)]
         for name, answers in texts.items()
     }
     print(f"| recipe | passes of {len(queries)} | lost / gained | gap, points [90% Tango] | same text |")
