@@ -77,6 +77,10 @@ def _run(model: Path, name: str, recipe: Recipe, queries: list[Query], log: Path
         return asyncio.run(_answers(engine, queries))
 
 
+def _passes(query: Query, text: str) -> bool:
+    return bool(grade(program_of(query.checker), text).passed)
+
+
 def _row(name: str, passed: list[bool], texts: list[str], base: list[bool], base_texts: list[str]) -> str:
     table = PairedTable.from_pairs(zip(base, passed, strict=True))
     interval = tango_interval(table, 0.90)
@@ -103,7 +107,7 @@ def main() -> None:
             kept.write_text(json.dumps(_run(model, name, RECIPES[name], queries, arguments.out / "engine.log")))
         texts[name] = json.loads(kept.read_text())
     passed = {
-        name: [bool(grade(program_of(query.checker), text).passed) for query, text in zip(queries, answers, strict=True)]
+        name: [_passes(query, text) for query, text in zip(queries, answers, strict=True)]
         for name, answers in texts.items()
     }
     print(f"| recipe | passes of {len(queries)} | lost / gained | gap, points [90% Tango] | same text |")
