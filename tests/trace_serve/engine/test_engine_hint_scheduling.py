@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import engine_model
@@ -163,7 +164,7 @@ def test_parallel_samples_have_hints_of_their_own(fp4_engine: EngineProcess) -> 
     assert [a["meta_info"]["trace_hints"]["name"] for a in answers] == [f"parallel_0-{i}" for i in range(3)]
     assert len({tuple(a["output_ids"]) for a in answers}) == 3
     for i, answer in enumerate(answers):
-        path = wait_for(fp4_engine.config.hint_dir / f"parallel_0-{i}.safetensors")  # type: ignore[operator]
+        path = wait_for(Path(str(fp4_engine.config.hint_dir)) / f"parallel_0-{i}.safetensors")
         complete(wire.read(path), prompt, answer)
     # The request that only fills the prefix cache writes none.
     assert fp4_engine.request("/trace/report")["hint_files"]["written"] == written + 3
