@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import stdtrit
 
+from eval_gate.stats.distributions import student_t_quantile
 from eval_gate.stats.table import Interval
 
 
@@ -25,7 +25,7 @@ class PairedEstimate:
         """D plus and minus t * SE, cut to [-1, 1]; NaN with fewer than two clusters."""
         if self.degrees_of_freedom < 1 or math.isnan(self.standard_error):
             return Interval(math.nan, math.nan)
-        quantile = float(stdtrit(self.degrees_of_freedom, (1 + confidence) / 2))
+        quantile = student_t_quantile(self.degrees_of_freedom, (1 + confidence) / 2)
         reach = quantile * self.standard_error
         return Interval(max(-1.0, self.difference - reach), min(1.0, self.difference + reach))
 

@@ -7,9 +7,9 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import stdtrit
 
 from eval_gate.stats.clustered import paired_difference
+from eval_gate.stats.distributions import student_t_quantile
 from eval_gate.stats.table import two_sided_z
 from eval_gate.stats.tango import upper_limit
 
@@ -37,7 +37,7 @@ def effective_score_upper(
     alone = paired_difference(values).standard_error
     design_effect = max(1.0, (found.standard_error / alone) ** 2) if alone > 0 else 1.0
     z = two_sided_z(confidence)
-    quantile = float(stdtrit(found.degrees_of_freedom, (1 + confidence) / 2))
+    quantile = student_t_quantile(found.degrees_of_freedom, (1 + confidence) / 2)
     n = len(values) / design_effect / (quantile / z) ** 2
     square = float(values @ values) / len(values)
     return upper_limit(n, n * (square + found.difference) / 2, n * (square - found.difference) / 2, z)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr
+
+from eval_gate.stats.distributions import normal_cdf
 
 Shape = Literal["obf", "pocock"]
 
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
 _REACH = 8.5
 """Standard deviations beyond which a normal density is left out of an integral (2e-17)."""
 
@@ -46,6 +46,7 @@ def stopping(
     _check_fractions(fractions)
     if len(bounds) != len(fractions):
         raise ValueError(f"got {len(bounds)} bounds for {len(fractions)} looks")
+    standard_nodes, weights = _quadrature()
     places: NDArray[np.float64] = np.zeros(1)
     masses: NDArray[np.float64] = np.ones(1)
     crossed = []
@@ -54,17 +55,17 @@ def stopping(
         step = math.sqrt(fraction - before)
         centres = places + drift * (fraction - before)
         high = bound * math.sqrt(fraction)
-        above = float(masses @ ndtr((centres - high) / step))
-        below = float(masses @ ndtr((-high - centres) / step)) if sides == 2 else 0.0
+        above = float(masses @ normal_cdf((centres - high) / step))
+        below = float(masses @ normal_cdf((-high - centres) / step)) if sides == 2 else 0.0
         crossed.append(above + below)
         reach = _REACH * math.sqrt(fraction)
         low = max(-high if sides == 2 else -math.inf, drift * fraction - reach)
         top = min(high, drift * fraction + reach)
         if top <= low:
             return (*crossed, *[0.0] * (len(fractions) - len(crossed)))
-        nodes = low + (top - low) * (_NODES + 1) / 2
+        nodes = low + (top - low) * (standard_nodes + 1) / 2
         kernel = np.exp(-(((nodes[:, None] - centres[None, :]) / step) ** 2) / 2) / (step * math.sqrt(2 * math.pi))
-        masses = (kernel @ masses) * _WEIGHTS * (top - low) / 2
+        masses = (kernel @ masses) * weights * (top - low) / 2
         places = nodes
         before = fraction
     return tuple(crossed)
@@ -105,7 +106,13 @@ def nominal_levels(fractions: tuple[float, ...], alpha: float, shape: Shape) -> 
     """
     if len(fractions) == 1:
         return (alpha,)
-    return tuple(float(ndtr(-bound)) for bound in critical_values(fractions, alpha, shape))
+    return tuple(normal_cdf(-np.array(critical_values(fractions, alpha, shape))).tolist())
+
+
+@cache
+def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Gauss-Legendre nodes and weights on [-1, 1], float64 [256] each."""
+    return np.polynomial.legendre.leggauss(256)
 
 
 def _check_fractions(fractions: Sequence[float]) -> None:
