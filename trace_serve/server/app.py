@@ -21,7 +21,7 @@ from trace_serve.server.errors import ApiError, bad_request, not_found
 from trace_serve.server.front_end import FrontEnd
 from trace_serve.server.generation import GenerationRoute
 from trace_serve.server.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
-from trace_serve.server.supervisor import EngineLike
+from trace_serve.server.service import EngineFactory, Service
 from trace_serve.settings import Settings
 
 ROLLOUT_ID = re.compile(r"trace-[0-9a-f]{32}")
@@ -29,8 +29,8 @@ ROLLOUT_ID = re.compile(r"trace-[0-9a-f]{32}")
 
 def create_app(
     settings: Settings,
-    authorization: Authorization,
-    factory: Callable[[], EngineLike],
+    authorization: Authorization | None,
+    factory: EngineFactory,
     *,
     on_exit: Callable[[], None] = lambda: None,
 ) -> FastAPI:
@@ -38,8 +38,8 @@ def create_app(
 
     Args:
         settings: limits and time-outs; `hint_dir` is where hint files are served from.
-        authorization: the policy that may be served.
-        factory: makes an unstarted engine process for that policy.
+        authorization: the policy that is active from the start; None when the admin API will activate one.
+        factory: makes an unstarted engine process for a policy.
         on_exit: called when the server should end.
     """
     front = FrontEnd(settings, authorization, factory, on_exit=on_exit)
@@ -78,24 +78,15 @@ def create_app(
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         front.authenticate(request)
-        engine = front.supervisor.engine
-        entry: dict[str, Any] = {
-            "id": authorization.name,
-            "object": "model",
-            "created": created,
-            "owned_by": "trace-serve",
-            "policy_version": authorization.version,
-            "policy_digest": authorization.digest,
-            "max_model_len": None if engine is None else engine.limits.context_length,
-        }
-        return _json({"object": "list", "data": [entry]}, front.response_headers())
+        data = [_model_entry(service, created) for service in front.services.answering()]
+        return _json({"object": "list", "data": data}, front.response_headers())
 
     @app.get("/v1/rollouts/{rollout_id}/hints")
     async def hints(request: Request, rollout_id: str) -> Response:
         front.authenticate(request)
         if ROLLOUT_ID.fullmatch(rollout_id) is None:
             raise not_found("rollout id: expected the x-trace-rollout header of an answer", param="id")
-        if settings.hint_dir is None or not authorization.hints:
+        if settings.hint_dir is None:
             raise not_found("this server keeps no hints; start it with --hint-dir", code="hints_off")
         choice = request.query_params.get("choice")
         if choice is not None and choice not in map(str, range(MAX_CHOICES)):
@@ -107,7 +98,7 @@ def create_app(
     @app.get("/trace/report")
     async def report(request: Request) -> Response:
         front.authenticate(request)
-        return _json(await front.report(), front.response_headers())
+        return _json(await front.active.report(), front.response_headers())
 
     @app.get("/health/live")
     async def live() -> Response:
@@ -115,8 +106,9 @@ def create_app(
 
     @app.get("/health/ready")
     async def ready() -> Response:
-        engine = front.engine_without_doubt()
-        return _json({"status": "ready", "policy": authorization.label, "context_length": engine.limits.context_length})
+        active = front.active
+        limits, label = active.engine_without_doubt().limits, active.authorization.label
+        return _json({"status": "ready", "policy": label, "context_length": limits.context_length})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -142,6 +134,19 @@ def create_app(
 
 def _json(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
     return Response(orjson.dumps(content), headers=headers, media_type="application/json")
+
+
+def _model_entry(service: Service, created: int) -> dict[str, Any]:
+    authorization, engine = service.authorization, service.supervisor.engine
+    return {
+        "id": authorization.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "trace-serve",
+        "policy_version": authorization.version,
+        "policy_digest": authorization.digest,
+        "max_model_len": None if engine is None else engine.limits.context_length,
+    }
 
 
 def _body_of(model: type[BaseModel]) -> dict[str, Any]:

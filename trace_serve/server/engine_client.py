@@ -74,6 +74,23 @@ class EngineClient:
             raise ValueError(f"{path}: got {type(parsed).__name__}, expected a JSON object")
         return parsed
 
+    async def post_json(
+        self, engine: EngineView, path: str, payload: dict[str, Any], *, timeout_s: float
+    ) -> dict[str, Any]:
+        """POSTs to one of the engine's own routes and returns its JSON object, whatever the status.
+
+        Raises:
+            aiohttp.ClientError, TimeoutError: no answer.
+            ValueError: not a JSON object.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {"authorization": f"Bearer {engine.api_key}"}
+        async with self._session.post(engine.url + path, json=payload, headers=headers, timeout=timeout) as answer:
+            parsed = orjson.loads(await answer.read())
+        if not isinstance(parsed, dict):
+            raise ValueError(f"{path}: got {type(parsed).__name__}, expected a JSON object")
+        return parsed
+
     def abort(self, engine: EngineView, rid: str) -> None:
         """Tells the engine, in the background, to drop a request."""
         task = asyncio.get_running_loop().create_task(self._abort(engine, rid))

@@ -31,7 +31,7 @@ class Flight:
 
     Args:
         rid: the id minted for this request.
-        engine: the engine that was in service when the request came.
+        engine: the engine that was in service when the request came; the one that it enters may be another.
         client: how to reach it.
         receive: the ASGI channel, whose body has been read, so that only a disconnect can come.
     """
@@ -49,6 +49,12 @@ class Flight:
         self._cut = asyncio.Event()
         self._cut_error: ApiError | None = None
         self._closed = False
+        self._inside: set[Flight] | None = None
+
+    def inside(self, flights: set[Flight]) -> None:
+        """Joins the requests of one engine until `close`."""
+        self._inside = flights
+        flights.add(self)
 
     def cut(self, error: ApiError) -> None:
         """Ends the request with an error as soon as the event loop gets to it."""
@@ -83,6 +89,8 @@ class Flight:
         if self._closed:
             return
         self._closed = True
+        if self._inside is not None:
+            self._inside.discard(self)
         if self.upstream is not None:
             if self.complete:
                 self.upstream.release()

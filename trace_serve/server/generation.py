@@ -17,6 +17,7 @@ from trace_serve.server.front_end import FrontEnd
 from trace_serve.server.limits import check_context, check_limits
 from trace_serve.server.relay import StreamResponse, fetch_answer, open_stream
 from trace_serve.server.schemas import GenerationRequest, parse_request
+from trace_serve.server.service import Service
 
 log = structlog.get_logger("trace_serve.request")
 CLIENT_GONE_STATUS = 499
@@ -61,22 +62,22 @@ class GenerationRoute:
         body = await _read_body(request, front.settings.max_body_bytes, front.settings.body_timeout_s)
         wanted = parse_request(self._schema, _parse_json(body))
         record.label = wanted.rid or record.label
-        if wanted.trace_hints:
-            if not front.authorization.hints:
-                raise bad_request(
-                    "trace_hints: this server keeps no hints; start it with --hint-dir", param="trace_hints"
-                )
-            headers["x-trace-rollout"] = rid
-        engine = front.engine_in_service()
+        service = front.choose(wanted.user or rid, wanted.model)
+        if wanted.trace_hints and not service.authorization.hints:
+            raise bad_request("trace_hints: this server keeps no hints; start it with --hint-dir", param="trace_hints")
+        engine = service.engine_in_service()
         check_limits(wanted, engine.limits)
-        self._check_model(wanted, engine.served_name)
+        self._check_model(wanted)
 
         flight = Flight(rid, engine, front.client, request.receive)
         front.flights.add(flight)
         handed_over = False
         try:
-            payload = wanted.upstream_payload(rid=rid, served_name=engine.served_name)
-            await flight.run(self._admit(flight, key, wanted))
+            service = await flight.run(self._admit(flight, key, wanted))
+            headers.update(service.headers())
+            if wanted.trace_hints:
+                headers["x-trace-rollout"] = rid
+            payload = wanted.upstream_payload(rid=rid, served_name=flight.engine.served_name)
             if not wanted.stream:
                 content, answer = await flight.run(fetch_answer(flight, front.client, self._path, payload))
                 record.finish(200, "ok", answer.get("usage"))
@@ -96,18 +97,26 @@ class GenerationRoute:
                 flight.close()
                 front.flights.discard(flight)
 
-    async def _admit(self, flight: Flight, key: str, wanted: GenerationRequest) -> None:
-        """Takes a place in the engine, then counts the prompt, so that floods are turned away before any work."""
-        flight.ticket = await self._front.admission.acquire(key)
-        tokens = await self._front.counter.count(wanted)
-        if tokens is not None:
-            check_context(wanted, tokens, flight.engine.limits)
+    async def _admit(self, flight: Flight, key: str, wanted: GenerationRequest) -> Service:
+        """Takes a place in an engine, then counts the prompt, so that floods are turned away before any work.
 
-    def _check_model(self, wanted: GenerationRequest, served_name: str) -> None:
-        known = {self._front.authorization.name, self._front.authorization.label, served_name}
+        The service is chosen here, after the wait: policies may have changed meanwhile.
+        """
+        flight.ticket = await self._front.admission.acquire(key)
+        service = self._front.choose(wanted.user or flight.rid, wanted.model)
+        engine = await service.enter(flight)
+        tokens = await service.counter.count(wanted)
+        if tokens is not None:
+            check_context(wanted, tokens, engine.limits)
+        return service
+
+    def _check_model(self, wanted: GenerationRequest) -> None:
+        answering = self._front.services.answering()
+        known = {name for service in answering for name in service.model_names}
         if wanted.model is not None and wanted.model not in known:
+            names = " or ".join(repr(service.authorization.name) for service in answering)
             raise not_found(
-                f"model: got {wanted.model!r}, expected {self._front.authorization.name!r}, the policy in service",
+                f"model: got {wanted.model!r}, expected {names}, the policy in service",
                 param="model",
                 code="model_not_found",
             )

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -19,14 +18,13 @@ from trace_serve.errors import EXIT_PASS, ConfigError, TraceServeError
 from trace_serve.server.app import create_app
 from trace_serve.server.authorization import Authorization, authorize_policy
 from trace_serve.server.front_end import FrontEnd
+from trace_serve.server.service import EngineFactory
 from trace_serve.server.supervisor import EngineLike
 from trace_serve.settings import Settings
 
 log = structlog.get_logger("trace_serve.server")
 SHUTDOWN_MARGIN_S = 5.0
 PARENT_POLL_S = 1.0
-
-EngineFactory = Callable[[], EngineLike]
 
 
 def serve_policy(path: Path, settings: Settings) -> int:
@@ -49,29 +47,33 @@ def serve_policy(path: Path, settings: Settings) -> int:
         log.info(
             "authorized", policy=authorization.label, digest=authorization.digest, verdict=authorization.verdict_id
         )
-        return run_server(settings, authorization, engine_factory(path, settings, authorization))
+        return run_server(settings, authorization, engine_factory(settings))
 
 
-def engine_factory(path: Path, settings: Settings, authorization: Authorization) -> EngineFactory:
-    """Makes engines for a policy; each one digests the files again, so that an edit after the check is noticed."""
+def engine_factory(settings: Settings) -> EngineFactory:
+    """Makes engines for policies; each one digests the files again, so that an edit after the check is noticed."""
     from trace_serve.engine.launch import EngineConfig, EngineProcess
 
-    config = EngineConfig(
-        model=path,
-        recipe=authorization.recipe,
-        hint_dir=settings.hint_dir,
-        hints=settings.hints,
-        hint_ttl_s=settings.hint_ttl_s,
-        hint_dir_bytes=settings.hint_dir_max_bytes,
-        log_path=settings.engine_log,
-        max_total_tokens=settings.max_total_tokens,
-        max_running_requests=settings.max_running_requests,
-        chunked_prefill_size=settings.chunked_prefill_size,
-        context_length=settings.context_length,
-        stall_limit_s=settings.engine_stall_limit_s,
-        device=settings.device,
-    )
-    return lambda: EngineProcess(config)
+    def make(authorization: Authorization) -> EngineLike:
+        return EngineProcess(
+            EngineConfig(
+                model=authorization.path,
+                recipe=authorization.recipe,
+                hint_dir=settings.hint_dir,
+                hints=settings.hints,
+                hint_ttl_s=settings.hint_ttl_s,
+                hint_dir_bytes=settings.hint_dir_max_bytes,
+                log_path=settings.engine_log,
+                max_total_tokens=settings.max_total_tokens,
+                max_running_requests=settings.max_running_requests,
+                chunked_prefill_size=settings.chunked_prefill_size,
+                context_length=settings.context_length,
+                stall_limit_s=settings.engine_stall_limit_s,
+                device=settings.device,
+            )
+        )
+
+    return make
 
 
 def run_server(settings: Settings, authorization: Authorization, factory: EngineFactory) -> int:

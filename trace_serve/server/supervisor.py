@@ -79,7 +79,11 @@ class Supervisor:
         self._doubt: str | None = None
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
+        self._running: EngineLike | None = None
+        self._unwanted: EngineError | None = None
         self.reason = "the engine is starting"
+        self.failure: TraceServeError | None = None
+        """Why no further restart is tried; None while one is."""
         self.restarts = 0
 
     @property
@@ -94,6 +98,22 @@ class Supervisor:
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def refresh(self) -> None:
+        """Reads and checks the report of the running engine again, after its weights were exchanged.
+
+        Raises:
+            EngineError: there is none, or it is not serving what was authorised.
+        """
+        engine = self._running
+        if engine is None:
+            raise EngineError(f"there is no engine: {self.reason}")
+        self._view = await self._inspect(engine)
+
+    def replace(self, reason: str) -> None:
+        """Takes the engine out of service and has a new one started."""
+        self._unwanted = EngineError(reason)
+        self._lose(reason)
 
     async def stop(self) -> None:
         """Ends the engine, also one that is still starting, and waits for that."""
@@ -120,6 +140,7 @@ class Supervisor:
             log.error("engine_failed", reason=str(error), failures=failures, limit=self._settings.max_restarts)
             if failures > self._settings.max_restarts or isinstance(error, ConfigError | SeamError):
                 self.reason = f"the engine failed and is not restarted: {error}"
+                self.failure = error
                 self._on_give_up(error)
                 return
             self.restarts += 1
@@ -132,11 +153,14 @@ class Supervisor:
             await self._in_thread(engine.start)
             await self._in_thread(engine.wait_ready, self._settings.engine_start_timeout_s)
             self._view = await self._inspect(engine)
+            self._running, self._unwanted = engine, None
             return await self._watch(engine)
         except TraceServeError as exc:
             return exc
         except OSError as exc:
             return EngineError(f"the engine process cannot be started: {exc}")
+        finally:
+            self._running = None
 
     async def _inspect(self, engine: EngineLike) -> EngineView:
         timeout_s = 5 * self._settings.heartbeat_timeout_s
@@ -151,6 +175,8 @@ class Supervisor:
     async def _watch(self, engine: EngineLike) -> EngineError:
         misses = 0
         while True:
+            if self._unwanted is not None:
+                return self._unwanted
             code = engine.poll()
             if code is not None:
                 return EngineError(f"the engine process ended with code {code}")
@@ -163,7 +189,7 @@ class Supervisor:
             elif fault:
                 self.reason = f"the engine does not answer its heartbeat: {fault}"
                 log.warning("heartbeat_missed", fault=fault, misses=misses)
-            self._answers = fault is None
+            self._answers = fault is None and self._unwanted is None
             if misses >= self._settings.heartbeat_misses:
                 return EngineError(f"the engine missed {misses} heartbeats: {fault}")
             await asyncio.sleep(self._settings.heartbeat_interval_s)

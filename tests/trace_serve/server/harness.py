@@ -190,7 +190,7 @@ def serve_scripted(policy: Path, settings: Settings) -> int:
         verdict_id="sha256:verdict",
         hints=True,
     )
-    return run_server(settings, authorization, lambda: ScriptedEngine(policy))
+    return run_server(settings, authorization, lambda _: ScriptedEngine(policy))
 
 
 if __name__ == "__main__":
