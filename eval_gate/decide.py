@@ -10,29 +10,19 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 
-from eval_gate.arms.evidence import ArmEvidence
-from eval_gate.arms.records import Role, SampleRecord
+from eval_gate.arms.records import Role
 from eval_gate.causes import Cause, find_causes
 from eval_gate.compare import compare, method_name
 from eval_gate.flips import flipped_queries
 from eval_gate.looks import schedule
 from eval_gate.outcomes import Outcomes
-from eval_gate.pairing import ItemSet, Pair, first_samples, pair_up, summarize
+from eval_gate.pairing import ArmResults, ItemSet, Pair, first_samples, pair_up, summarize
 from eval_gate.policy import GatePolicy
 from eval_gate.preflight import Concern, Finding, check_arm, compare_arms, compare_prompts
 from eval_gate.ruling import Design, overall_outcome, rule_suites
 from eval_gate.stats.floor import queries_needed, zero_discordance_floor
 from eval_gate.stats.rule import Outcome
 from eval_gate.verdict import ArmSummary, LookResult, Subjects, Verdict
-
-
-@dataclass(frozen=True)
-class ArmResults:
-    """Everything that was gathered from one arm; `findings` are what its prompts showed before it was sampled."""
-
-    evidence: ArmEvidence
-    samples: Sequence[SampleRecord]
-    findings: Sequence[Finding] = ()
 
 
 @dataclass(frozen=True)

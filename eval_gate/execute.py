@@ -12,6 +12,7 @@ from eval_gate.arms.evidence import ArmEvidence
 from eval_gate.arms.records import ErrorClass, Failure, PromptTokens, ResultsLog, Role, SampleRecord, cache_key
 from eval_gate.budget import Budget
 from eval_gate.checkers import CheckerError, Grade, GraderPool, Judged, program_of
+from eval_gate.checkers.gathering import GatheredChecks
 from eval_gate.judging import NOT_JUDGED
 from eval_gate.policy import GatePolicy
 from eval_gate.queries import Query, QuerySet
@@ -122,6 +123,7 @@ async def sample_arm(
     """
 
     slots = asyncio.Semaphore(concurrency)
+    checks = GatheredChecks(graders)
 
     async def one(job: Job) -> SampleRecord:
         body = {**job.body, "model": arm.model}
@@ -132,7 +134,7 @@ async def sample_arm(
             exchange = await arm.complete(body)
         budget.spend(exchange.prompt_tokens, exchange.completion_tokens, job.query.max_tokens)
         answered = _record(job, role, body, exchange, prompts.get(job.query.id))
-        record = await graded(job.query, answered, graders)
+        record = await _graded(job.query, answered, checks)
         log.append(record)
         on_sample(record)
         return record
@@ -142,12 +144,10 @@ async def sample_arm(
     return [task.result() for task in tasks]
 
 
-async def graded(query: Query, record: SampleRecord, graders: GraderPool) -> SampleRecord:
-    """The record with its grade, or with the checker's fault as its failure."""
+async def _graded(query: Query, record: SampleRecord, checks: GatheredChecks) -> SampleRecord:
     if record.text is None:
         return record
-    (result,) = await graders.grade_many([(program_of(query.checker), record.text)])
-    return with_grade(query, record, result)
+    return with_grade(query, record, await checks.grade(program_of(query.checker), record.text))
 
 
 def with_grade(query: Query, record: SampleRecord, result: Grade | CheckerError) -> SampleRecord:

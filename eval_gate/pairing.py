@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from eval_gate.arms.evidence import ArmEvidence
 from eval_gate.arms.records import ErrorClass, Role, SampleRecord
 from eval_gate.degenerate import is_degenerate
 from eval_gate.looks import Unit
+from eval_gate.preflight import Finding
 from eval_gate.verdict import ArmSummary
 
 
@@ -34,6 +36,15 @@ class ItemSet(Protocol):
     def digest(self) -> str: ...
     @property
     def source(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class ArmResults:
+    """Everything that was gathered from one arm; `findings` are what its prompts showed before it was sampled."""
+
+    evidence: ArmEvidence
+    samples: Sequence[SampleRecord]
+    findings: Sequence[Finding] = ()
 
 
 @dataclass(frozen=True)

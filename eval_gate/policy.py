@@ -77,9 +77,14 @@ class GatePolicy(BaseModel):
         return self
 
     @property
+    def canonical(self) -> bytes:
+        """The settings as JSON with sorted keys and no white space: the bytes of `gate-policy.json`."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+    @property
     def digest(self) -> str:
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+        """`sha256:` of the canonical bytes."""
+        return "sha256:" + hashlib.sha256(self.canonical).hexdigest()
 
     @classmethod
     def build(cls, **values: object) -> GatePolicy:

@@ -24,8 +24,8 @@ from eval_gate.arms.records import (
 from eval_gate.arms.source import ArmSource
 from eval_gate.budget import Budget
 from eval_gate.checkers import GraderPool
-from eval_gate.decide import ArmResults
 from eval_gate.execute import Job, jobs, reuse, sample_arm, tokenize_prompts
+from eval_gate.pairing import ArmResults
 from eval_gate.policy import GatePolicy
 from eval_gate.queries import QuerySet
 from trace_serve.recipe import Recipe

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from eval_gate.compare import compare
-from eval_gate.decide import ArmResults, judge
+from eval_gate.decide import judge
 from eval_gate.outcomes import Outcomes
-from eval_gate.pairing import ItemSet, Pair
+from eval_gate.pairing import ArmResults, ItemSet, Pair
 from eval_gate.policy import GatePolicy
 from eval_gate.preflight import Concern
 from eval_gate.stats.rule import Outcome

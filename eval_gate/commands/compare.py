@@ -23,8 +23,8 @@ from eval_gate.commands.options import (
     Rule,
     RuleOption,
 )
-from eval_gate.decide import ArmResults, decide
-from eval_gate.pairing import ItemSet
+from eval_gate.decide import decide
+from eval_gate.pairing import ArmResults, ItemSet
 from eval_gate.policy import GatePolicy
 from eval_gate.recorded import check_covered, common_queries, read_arm, without_collection
 from eval_gate.report.terminal import print_verdict

@@ -9,7 +9,8 @@ import pytest
 
 from eval_gate.arms.evidence import ArmEvidence, EngineReport
 from eval_gate.arms.records import ErrorClass, Failure, Role, SampleRecord
-from eval_gate.decide import ArmResults, decide
+from eval_gate.decide import decide
+from eval_gate.pairing import ArmResults
 from eval_gate.policy import GatePolicy
 from eval_gate.queries import Query, QuerySet
 from eval_gate.stats.rule import Outcome

@@ -19,7 +19,7 @@ from eval_gate.attribute.search import Findings, Search, drive
 from eval_gate.attribute.trials import Trial
 from eval_gate.attribute.variants import Layout
 from eval_gate.cli import main
-from eval_gate.decide import ArmResults
+from eval_gate.pairing import ArmResults
 from eval_gate.policy import GatePolicy
 from eval_gate.queries import Query, QuerySet
 from trace_serve.policy.dims import ModelDims
