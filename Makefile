@@ -2,7 +2,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-EXTRAS ?= engine,sample,load,dev
+EXTRAS ?= engine,sample,load,docs,deploy-check,dev
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$python && break; done)
 
@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format bench bench-kernels bench-engine bench-gpu bench-compare bench-gate doctor clean
+.PHONY: help install quickstart test lint format bench bench-kernels bench-engine bench-gpu bench-compare bench-gate docs deploy-check lock-image doctor clean
 
 help:
 	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
@@ -29,6 +29,9 @@ help:
 	@echo 'make bench-gate     what eval-gate run adds to the time of its arms'
 	@echo 'make bench-compare  time and memory of eval-gate compare on 200,000 recorded results'
 	@echo 'make bench-gpu   bandwidth of the Triton kernels on a card'
+	@echo 'make docs        build the pages of docs/ into site/'
+	@echo 'make deploy-check  what takes minutes: the steps of the CPU image, CRDs against the models of their projects (needs npm)'
+	@echo 'make lock-image  resolve the packages of the CPU image anew'
 	@echo 'make doctor      check the installation'
 	@echo 'make install     only the set-up'
 	@echo 'make clean       remove $(VENV) and caches; runs/ stays'
@@ -69,6 +72,19 @@ bench-compare: $(INSTALLED)
 
 bench-gpu: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_gpu.py
+
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict
+
+deploy-check: $(INSTALLED)
+	$(BIN)/python tests/deploy/run_cpu_stage.py
+	$(BIN)/python tests/deploy/check_crds.py
+
+IMAGE_EXTRAS := engine load gate-math gate-json gate-import
+lock-image: $(INSTALLED)
+	{ sed -n 1p deploy/docker/constraints.txt; echo dumb-init | $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
+	    --no-header --no-annotate --no-emit-index-url $(IMAGE_EXTRAS:%=--extra %) pyproject.toml - ; } > deploy/docker/constraints.new
+	mv deploy/docker/constraints.new deploy/docker/constraints.txt
 
 doctor: $(INSTALLED)
 	$(BIN)/trace-serve doctor
