@@ -16,8 +16,9 @@ from eval_gate.commands.convert import convert
 from eval_gate.commands.plan import plan
 from eval_gate.commands.report import report
 from eval_gate.commands.run import run
+from eval_gate.commands.verify import verify
+from eval_gate.keys import generate_key
 from eval_gate.settings import ENVIRONMENT_PREFIX, load_settings
-from eval_gate.signing import authorize, generate_key, verify_verdict
 from trace_serve.errors import EXIT_CONFIG, EXIT_INTERRUPTED, TraceServeError
 
 UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -39,6 +40,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     aa: "eval-gate aa --arm http://127.0.0.1:8080 --queries support --concurrency 32 --out noise",
     attribute: "eval-gate attribute --model policies/mine --queries support-dev --budget 16 --out why",
     report: "eval-gate report gate --format junit --out junit.xml",
+    verify: "eval-gate verify gate/verdict.dsse.json --public-key gate.pub --policy policies/mine",
     convert: "eval-gate convert batch.jsonl queries.jsonl --from openai-batch --answers answers.jsonl",
 }
 for command, example in EXAMPLES.items():
@@ -64,36 +66,6 @@ def _flags(command: Any) -> dict[str, str]:
         for option in parameter.opts
         if option.startswith("--") and option != "--help"
     }
-
-
-@app.command(epilog="Example: eval-gate verify gate/verdict.dsse.json --public-key gate.pub --policy policies/mine")
-def verify(
-    envelope: Annotated[Path, typer.Argument(help="Signed verdict (verdict.dsse.json).")],
-    public_key: Annotated[Path, typer.Option(help="Public key of the signer.")],
-    policy: Annotated[Path | None, typer.Option(help="Policy directory that the verdict must authorise.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
-) -> None:
-    """Check a signed verdict, and with --policy that it authorises that policy. Exit code 3 when it does not."""
-    verdict = verify_verdict(envelope, public_key)
-    if policy is not None:
-        from trace_serve.policy.manifest import load_policy
-
-        loaded = load_policy(policy)
-        authorize(
-            verdict,
-            policy_digest=loaded.digest,
-            recipe_id=loaded.recipe_id,
-            policy_name=loaded.name,
-            policy_version=loaded.version,
-        )
-    if as_json:
-        typer.echo(verdict.model_dump_json(indent=2))
-        return
-    typer.echo(f"signature valid: {verdict.outcome}, {verdict.policy_name or verdict.serving_evidence.source}")
-    typer.echo(f"serving {verdict.subjects.serving or 'unknown'}")
-    typer.echo(f"expires {verdict.expires:%Y-%m-%d %H:%M} UTC")
-    if policy is not None:
-        typer.echo(f"authorises {policy}")
 
 
 @app.command(epilog="Example: eval-gate keygen gate.pem gate.pub")

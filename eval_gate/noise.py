@@ -100,7 +100,13 @@ async def _measure(config: GateConfig, role: Role, on_progress: OnProgress | Non
         )
     found = _noise(config, arm.spec, result.verdict)
     # A verdict on an arm against itself must not be taken for one on a release.
-    for path in (result.paths.verdict, result.paths.html, result.paths.markdown, result.paths.junit):
+    for path in (
+        result.paths.verdict,
+        result.paths.html,
+        result.paths.markdown,
+        result.paths.junit,
+        result.paths.gate_policy,
+    ):
         path.unlink(missing_ok=True)
     write_atomic(config.out / "noise.json", (found.model_dump_json(indent=2) + "\n").encode())
     return found

@@ -1,28 +1,25 @@
 """Signs verdicts and decides what a signed verdict authorises.
 
 A verdict travels as the predicate of an in-toto Statement v1 inside a DSSE envelope with one Ed25519 signature
-(https://github.com/in-toto/attestation, https://github.com/secure-systems-lab/dsse). Keys are local files; nothing here
-uses a network.
+(https://github.com/in-toto/attestation, https://github.com/secure-systems-lab/dsse); docs/verdict.md describes every
+field. Keys are in `eval_gate.keys`; nothing here uses a network.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from pydantic import ValidationError
 from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import Error as SecureSystemsError
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
 from eval_gate.arms.records import write_atomic
+from eval_gate.keys import load_private_key, load_public_key
 from eval_gate.stats.rule import Outcome
 from eval_gate.verdict import Verdict
 from trace_serve.errors import ConfigError, VerdictRefused
@@ -33,65 +30,43 @@ PREDICATE_TYPE = "https://trace-serve.dev/eval-gate/verdict/v1"
 MAX_ENVELOPE_BYTES = 64 << 20
 CLOCK_SKEW = timedelta(minutes=5)
 
+_ENVELOPE_KEYS = {"payload", "payloadType", "signatures"}
+_SIGNATURE_KEYS = {"keyid", "sig"}
 
-def generate_key(private_path: Path, public_path: Path) -> None:
-    """Writes a new Ed25519 key pair as PEM; the private file is readable by its owner alone.
-
-    Raises:
-        ConfigError: one of the files exists already, or cannot be written.
-    """
-    for path in (private_path, public_path):
-        if path.exists():
-            raise ConfigError(
-                f"{path}: exists already, and a key is never overwritten; choose another name", field="key"
-            )
-    private = Ed25519PrivateKey.generate()
-    pem = private.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    public = private.public_key().public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    try:
-        private_path.parent.mkdir(parents=True, exist_ok=True)
-        public_path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(private_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as handle:
-            handle.write(pem)
-        write_atomic(public_path, public)
-    except OSError as exc:
-        raise ConfigError(f"{exc.filename}: cannot be written: {exc.strerror}", field="key") from exc
-
-
-def load_private_key(path: Path) -> Ed25519PrivateKey:
-    """Reads the key that signs verdicts.
-
-    Raises:
-        ConfigError: not readable, or not an unencrypted Ed25519 private key in PEM.
-    """
-    try:
-        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
-    except OSError as exc:
-        raise ConfigError(f"--key {path}: cannot be read: {exc.strerror}", field="key") from exc
-    except (ValueError, TypeError, UnsupportedAlgorithm) as exc:
-        raise ConfigError(
-            f"--key {path}: not an unencrypted PEM private key; make one with `eval-gate keygen`", field="key"
-        ) from exc
-    if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"--key {path}: got {type(key).__name__}, expected an Ed25519 key", field="key")
-    return key
+CHECKS = (
+    "envelope",
+    "signatures",
+    "public_key",
+    "signature",
+    "payloadType",
+    "payload",
+    "predicateType",
+    "predicate",
+    "subject",
+    "gate_policy",
+    "expires",
+    "created",
+)
+"""What `verify_verdict` checks, in this order; the `field` of a refusal begins with the name of the failed check."""
 
 
 def sign_verdict(verdict: Verdict, private_key: Path, out: Path) -> None:
     """Writes the signed verdict to `out`.
 
+    Args:
+        private_key: a PEM file, or `env:NAME`; see `eval_gate.keys`.
+
     Raises:
-        ConfigError: the key cannot be used.
+        ConfigError: the key cannot be used, or the verdict is larger than a verifier reads.
     """
     signer = CryptoSigner(load_private_key(private_key))
     envelope = Envelope(_payload(verdict), PAYLOAD_TYPE, {})
     envelope.sign(signer)
+    data = _canonical(envelope)
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise ConfigError(f"{out}: {len(data)} bytes, nobody would verify more than {MAX_ENVELOPE_BYTES}", field="key")
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, _canonical(envelope))
+    write_atomic(out, data)
 
 
 def verify_verdict(envelope_path: Path, public_key_path: Path, *, now: datetime | None = None) -> Verdict:
@@ -100,17 +75,16 @@ def verify_verdict(envelope_path: Path, public_key_path: Path, *, now: datetime 
     The file must be byte for byte what `sign_verdict` writes, so that no edit of it goes unnoticed.
 
     Raises:
-        VerdictRefused: with the first thing that fails: reading, the envelope's form, the signature, the payload type,
-            the predicate type, the verdict's schema, its subjects, its dates.
+        VerdictRefused: with the first of `CHECKS` that fails.
     """
     envelope = _read_envelope(envelope_path)
-    key = _load_public_key(public_key_path)
+    key = SSlibKey.from_crypto(load_public_key(public_key_path))
     try:
         envelope.verify([key], 1)
     except (SecureSystemsError, ValueError) as exc:
-        signers = ", ".join(keyid[:12] for keyid in envelope.signatures) or "nobody"
+        (signer,) = envelope.signatures
         raise VerdictRefused(
-            f"{envelope_path}: bad signature: signed by {signers}, expected {key.keyid[:12]} over these bytes",
+            f"{envelope_path}: bad signature: signed by {signer[:12]!r}, expected {key.keyid[:12]!r} over this payload",
             field="signature",
         ) from exc
     if envelope.payload_type != PAYLOAD_TYPE:
@@ -185,7 +159,12 @@ def _read_envelope(path: Path) -> Envelope:
     except OSError as exc:
         raise VerdictRefused(f"{path}: cannot be read: {exc.strerror}", field="envelope") from exc
     try:
-        envelope = Envelope.from_dict(json.loads(raw))
+        content = json.loads(raw)
+        # The library takes keys that it does not know, which no signature covers.
+        for part, keys in ((content, _ENVELOPE_KEYS), *((one, _SIGNATURE_KEYS) for one in content["signatures"])):
+            if part.keys() != keys or not all(isinstance(part[name], str) for name in keys - {"signatures"}):
+                raise ValueError(f"expected {sorted(keys)}")
+        envelope = Envelope.from_dict(content)
         canonical = _canonical(envelope)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SecureSystemsError) as exc:
         raise VerdictRefused(f"{path}: not a DSSE envelope ({type(exc).__name__})", field="envelope") from exc
@@ -194,20 +173,6 @@ def _read_envelope(path: Path) -> Envelope:
     if len(envelope.signatures) != 1:
         raise VerdictRefused(f"{path}: {len(envelope.signatures)} signatures, expected one", field="signatures")
     return envelope
-
-
-def _load_public_key(path: Path) -> SSlibKey:
-    try:
-        key = serialization.load_pem_public_key(path.read_bytes())
-    except OSError as exc:
-        raise VerdictRefused(f"public key {path}: cannot be read: {exc.strerror}", field="public_key") from exc
-    except (ValueError, TypeError, UnsupportedAlgorithm) as exc:
-        raise VerdictRefused(f"public key {path}: not a PEM public key", field="public_key") from exc
-    if not isinstance(key, Ed25519PublicKey):
-        raise VerdictRefused(
-            f"public key {path}: got {type(key).__name__}, expected an Ed25519 key", field="public_key"
-        )
-    return SSlibKey.from_crypto(key)
 
 
 def _read_statement(payload: bytes, path: Path) -> Verdict:
@@ -227,9 +192,15 @@ def _read_statement(payload: bytes, path: Path) -> Verdict:
     except ValidationError as exc:
         fault = exc.errors(include_url=False)[0]
         place = ".".join(str(part) for part in fault["loc"])
-        raise VerdictRefused(f"{path}: verdict {place}: {fault['msg']}", field=place) from exc
+        raise VerdictRefused(f"{path}: predicate {place}: {fault['msg']}", field=f"predicate.{place}") from exc
     if subjects != json.loads(_payload(verdict))["subject"]:
-        raise VerdictRefused(f"{path}: the statement's subjects are not those of its verdict", field="subject")
+        raise VerdictRefused(f"{path}: the statement's subjects are not those of its predicate", field="subject")
+    if verdict.policy.digest != verdict.subjects.gate_policy:
+        raise VerdictRefused(
+            f"{path}: the gate policy in the predicate digests to {verdict.policy.digest}, its subject says "
+            f"{verdict.subjects.gate_policy}",
+            field="gate_policy",
+        )
     return verdict
 
 

@@ -161,9 +161,9 @@ def _build(layout: Layout, steps: Steps) -> None:
 
 
 def _gate(layout: Layout, preset: str, steps: Steps) -> Any:
+    from eval_gate.keys import generate_key
     from eval_gate.report.terminal import print_verdict
     from eval_gate.run import ArmConfig, GateConfig, run_gate
-    from eval_gate.signing import generate_key
 
     if not (layout.private_key.exists() and layout.public_key.exists()):
         shutil.rmtree(layout.private_key.parent, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import subprocess
@@ -15,9 +16,10 @@ import pytest
 
 from eval_gate.arms.records import Role, SampleRecord, read_results
 from eval_gate.cli import main
+from eval_gate.keys import generate_key
 from eval_gate.policy import GatePolicy
 from eval_gate.run import ArmConfig, GateConfig, GateResult, run_gate
-from eval_gate.signing import generate_key, verify_verdict
+from eval_gate.signing import verify_verdict
 from eval_gate.stats.rule import Outcome
 from eval_gate.tally import Progress
 from trace_serve.errors import ConfigError
@@ -100,8 +102,11 @@ def test_equal_arms_pass_and_everything_is_written(arms: Arms, tmp_path: Path) -
     assert result.paths.envelope is not None
     assert verify_verdict(result.paths.envelope, tmp_path / "k.pub") == result.verdict
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *("results.jsonl", "verdict.json", "verdict.dsse.json", "report.html", "summary.md", "junit.xml")
+        *("results.jsonl", "verdict.json", "verdict.dsse.json", "report.html", "summary.md", "junit.xml"),
+        "gate-policy.json",
     }
+    digest = hashlib.sha256(result.paths.gate_policy.read_bytes()).hexdigest()
+    assert result.verdict.subjects.gate_policy == f"sha256:{digest}"
     assert len(samples(result, Role.TRAINING)) == len(samples(result, Role.SERVING)) == 80
     assert samples(result, Role.SERVING)[0].request["temperature"] == 0.0
     assert seen[-1].done == seen[-1].total == 80
@@ -251,6 +256,13 @@ def test_the_commands_work_together(arms: Arms, call: Call, tmp_path: Path, monk
     code, out, _ = call("verify", str(envelope), "--public-key", f"{key}.pub")
     assert code == 0
     assert out.startswith("signature valid: PASS")
+    files = ["--queries", str(arms.queries), "--gate-policy", str(envelope.with_name("gate-policy.json"))]
+    files += ["--results", str(envelope.with_name("results.jsonl"))]
+    code, out, _ = call("verify", str(envelope), "--public-key", f"{key}.pub", *files)
+    assert (code, [line.split()[0] for line in out.splitlines()[-3:]]) == (0, ["queries", "gate", "results"])
+    arms.queries.write_text(arms.queries.read_text() + "\n")
+    code, _, errors = call("verify", str(envelope), "--public-key", f"{key}.pub", *files)
+    assert (code, errors.startswith("error: queries: "), errors.count("\n")) == (3, True, 1)
     envelope.write_text("{}")
     code, _, errors = call("verify", str(envelope), "--public-key", f"{key}.pub")
     assert (code, errors.count("\n")) == (3, 1)

@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 from securesystemslib.dsse import Envelope
 from securesystemslib.signer import CryptoSigner
 
-from eval_gate.signing import (
-    PAYLOAD_TYPE,
-    authorize,
-    generate_key,
-    load_private_key,
-    sign_verdict,
-    verify_verdict,
-)
+from eval_gate.keys import generate_key, load_private_key
+from eval_gate.signing import PAYLOAD_TYPE, authorize, sign_verdict, verify_verdict
 from eval_gate.stats.rule import Outcome
 from eval_gate.verdict import Verdict
 from trace_serve.errors import ConfigError, VerdictRefused
@@ -143,6 +137,26 @@ def test_missing_files_and_wrong_keys_are_refused(envelope: Path, keys: tuple[Pa
         verify_verdict(envelope, keys[0])
     with pytest.raises(ConfigError, match="not an unencrypted PEM private key"):
         load_private_key(keys[1])
+
+
+def test_keys_may_stand_in_the_environment(
+    verdict: Verdict, keys: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATE_PRIVATE", keys[0].read_text())
+    monkeypatch.setenv("GATE_PUBLIC", keys[1].read_text())
+    sign_verdict(verdict, Path("env:GATE_PRIVATE"), tmp_path / "v.json")
+    assert verify_verdict(tmp_path / "v.json", Path("env:GATE_PUBLIC")) == verdict
+    with pytest.raises(ConfigError, match="--key env:NOT_SET: cannot be read: the variable is not set"):
+        load_private_key(Path("env:NOT_SET"))
+
+
+def test_a_verdict_that_nobody_would_read_is_not_signed(
+    verdict: Verdict, keys: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval_gate.signing.MAX_ENVELOPE_BYTES", 1000)
+    with pytest.raises(ConfigError, match="nobody would verify more than 1000"):
+        sign_verdict(verdict, keys[0], tmp_path / "v.json")
+    assert not (tmp_path / "v.json").exists()
 
 
 def test_an_expired_or_future_verdict_is_refused(verdict: Verdict, envelope: Path, keys: tuple[Path, Path]) -> None:
