@@ -17,7 +17,6 @@ from eval_gate.commands.plan import plan
 from eval_gate.commands.report import report
 from eval_gate.commands.run import run
 from eval_gate.commands.verify import verify
-from eval_gate.keys import generate_key
 from eval_gate.settings import ENVIRONMENT_PREFIX, load_settings
 from trace_serve.errors import EXIT_CONFIG, EXIT_INTERRUPTED, TraceServeError
 
@@ -76,6 +75,8 @@ def keygen(
     ] = None,
 ) -> None:
     """Make an Ed25519 key pair for signing verdicts."""
+    from eval_gate.keys import generate_key
+
     public = public_key or private_key.with_suffix(private_key.suffix + ".pub")
     generate_key(private_key, public)
     typer.echo(f"private {private_key}\npublic  {public}")

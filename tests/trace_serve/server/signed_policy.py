@@ -11,7 +11,7 @@ import numpy as np
 from harness import prepare_policy
 from safetensors.numpy import save_file
 
-from eval_gate import signing
+from eval_gate import keys, signing
 from eval_gate.arms.evidence import ArmEvidence
 from eval_gate.policy import GatePolicy
 from eval_gate.stats.rule import Outcome
@@ -48,7 +48,7 @@ def write_policy(directory: Path) -> Policy:
 class Keys:
     def __init__(self, directory: Path, name: str = "key") -> None:
         self.private, self.public = directory / f"{name}.pem", directory / f"{name}.pub"
-        signing.generate_key(self.private, self.public)
+        keys.generate_key(self.private, self.public)
 
 
 def sign(policy: Policy, keys: Keys, out: Path, **changes: Any) -> Path:
@@ -80,7 +80,11 @@ def sign(policy: Policy, keys: Keys, out: Path, **changes: Any) -> Path:
         "training_evidence": ArmEvidence(source="training"),
         "serving_evidence": ArmEvidence(source="serving"),
         "subjects": Subjects(
-            serving=policy.digest, training=policy.base_digest, queries=some, gate_policy=some, results=some
+            serving=policy.digest,
+            training=policy.base_digest,
+            queries=some,
+            gate_policy=GatePolicy().digest,
+            results=some,
         ),
         "query_source": "support",
         "recipe_id": policy.recipe_id,
