@@ -104,6 +104,8 @@ def create_app(
     async def live() -> Response:
         return _json({"status": "live"})
 
+    # The model gateway (smg) registers a worker by this name.
+    @app.get("/health")
     @app.get("/health/ready")
     async def ready() -> Response:
         active = front.active
