@@ -13,7 +13,8 @@ import numpy as np
 from eval_gate.arms.records import Role
 from eval_gate.causes import Cause, find_causes
 from eval_gate.compare import compare, method_name
-from eval_gate.flips import flipped_queries
+from eval_gate.divergence import token_divergence
+from eval_gate.flips import count_flipped, flipped_queries
 from eval_gate.looks import schedule
 from eval_gate.outcomes import Outcomes
 from eval_gate.pairing import ArmResults, ItemSet, Pair, first_samples, pair_up, summarize
@@ -100,6 +101,7 @@ def decide(
     cause = found.causes[0]
     created = now or datetime.now(UTC)
     report = serving.evidence.report
+    flipped = flipped_queries(found.pairs)
     margin = overall.margin if overall.margin is not None and 0 < overall.margin < 1 else policy.margin
     kinds = np.array([pair.query.kind for pair in found.pairs])
     return Verdict(
@@ -136,7 +138,9 @@ def decide(
         policy_version=serving.evidence.policy_version,
         created=created,
         expires=created + timedelta(days=policy.valid_days),
-        flipped=flipped_queries(found.pairs),
+        flipped=flipped,
+        flipped_left_out=count_flipped(found.pairs) - len(flipped),
+        divergence=token_divergence(found.pairs),
         tools=tool_versions(),
     )
 

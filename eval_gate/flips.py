@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 
 from eval_gate.arms.records import SampleRecord
+from eval_gate.divergence import first_difference, token_difference
 from eval_gate.pairing import Pair
 from eval_gate.verdict import FlippedQuery
 
 MAX_TEXT_CHARS = 4000
+MAX_FLIPS_BYTES = 16 << 20
+"""JSON of all flips of a verdict, which is signed and read whole; every exchange is in results.jsonl anyway."""
 
 
-def flipped_queries(pairs: Sequence[Pair]) -> tuple[FlippedQuery, ...]:
-    """Scored queries that only one arm passes, lost ones first. With repeats the first disagreeing sample is shown."""
-    found = []
-    for pair in pairs:
-        if not pair.scored or pair.difference == 0:
-            continue
-        one, two = _disagreeing(pair)
-        left, right = _shown(one.text), _shown(two.text)
-        found.append(
-            FlippedQuery(
-                id=pair.query.id,
-                suite=pair.query.suite,
-                kind=pair.query.kind,
-                direction="lost" if pair.difference > 0 else "gained",
-                prompt=_shown(pair.query.prompt_text),
-                expected=_shown(pair.query.expected_text),
-                training_answer=left,
-                serving_answer=right,
-                first_difference=first_difference(left, right),
-                first_different_word=first_difference(left.split(), right.split()),
-            )
-        )
-    return tuple(sorted(found, key=lambda flip: flip.direction != "lost"))
+def flipped_queries(pairs: Iterable[Pair]) -> tuple[FlippedQuery, ...]:
+    """Scored queries that only one arm passes, lost ones first, as many as `MAX_FLIPS_BYTES` hold.
+
+    With repeats the first disagreeing sample is shown.
+    """
+    found: list[FlippedQuery] = []
+    left = MAX_FLIPS_BYTES
+    for pair in sorted((pair for pair in pairs if _flipped(pair)), key=lambda pair: pair.difference < 0):
+        flip = _shown_flip(pair)
+        left -= _size(flip)
+        if left < 0:
+            break
+        found.append(flip)
+    return tuple(found)
 
 
-def first_difference(left: Sequence[str], right: Sequence[str]) -> int:
-    """Index of the first element in which two sequences differ; the shorter length when one begins the other."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle - 1)
-    return low
+def count_flipped(pairs: Iterable[Pair]) -> int:
+    """All queries that only one arm passes."""
+    return sum(map(_flipped, pairs))
+
+
+def _flipped(pair: Pair) -> bool:
+    return pair.scored and pair.difference != 0
+
+
+def _shown_flip(pair: Pair) -> FlippedQuery:
+    one, two = _disagreeing(pair)
+    left, right = _shown(one.text), _shown(two.text)
+    return FlippedQuery(
+        id=pair.query.id,
+        suite=pair.query.suite,
+        kind=pair.query.kind,
+        direction="lost" if pair.difference > 0 else "gained",
+        prompt=_shown(pair.query.prompt_text),
+        expected=_shown(pair.query.expected_text),
+        training_answer=left,
+        serving_answer=right,
+        first_difference=first_difference(left, right),
+        first_different_word=first_difference(left.split(), right.split()),
+        first_different_token=token_difference(one, two),
+    )
 
 
 def _disagreeing(pair: Pair) -> tuple[SampleRecord, SampleRecord]:
@@ -54,3 +67,8 @@ def _disagreeing(pair: Pair) -> tuple[SampleRecord, SampleRecord]:
 def _shown(text: str | None) -> str:
     text = text or ""
     return text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + "…"
+
+
+def _size(flip: FlippedQuery) -> int:
+    texts: Sequence[str] = (flip.id, flip.prompt, flip.expected, flip.training_answer, flip.serving_answer)
+    return 400 + sum(len(json.dumps(text, ensure_ascii=False).encode("utf-8", "surrogatepass")) for text in texts)

@@ -24,6 +24,11 @@ Score = Annotated[float | None, BeforeValidator(_nan_is_none)]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 
+LENGTH_RATIO = 1.5
+LENGTH_DIFFERENCE = 8.0
+"""Mean tokens of an answer that differ by this factor and this many are said in every report."""
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -117,13 +122,29 @@ class LookResult(_Part):
     suites: tuple[SuiteResult, ...]
 
 
+class TokenDifference(_Part):
+    """The first token in which two answers differ, of those that both arms recorded.
+
+    Attributes:
+        index: of the token, the answer's first being 0.
+        training: the token as text, or `id N` where only ids were recorded; None where the answer had ended.
+        serving: likewise.
+    """
+
+    index: int
+    training: str | None
+    serving: str | None
+
+
 class FlippedQuery(_Part):
     """A query that one arm answers right and the other wrong.
 
     Attributes:
         direction: `lost`: only the training-time version passes; `gained`: only the serving-time version.
+        prompt: as reports show it, cut at 4,000 characters; `expected` and the answers likewise.
         first_difference: index of the first character in which the answers differ.
         first_different_word: index of the first word in which they differ.
+        first_different_token: None unless both arms recorded tokens.
     """
 
     id: str
@@ -136,6 +157,49 @@ class FlippedQuery(_Part):
     serving_answer: str
     first_difference: int
     first_different_word: int
+    first_different_token: TokenDifference | None = None
+
+
+class TokenBin(_Part):
+    """How many pairs of answers part at tokens `first` to `last`, both included."""
+
+    first: int
+    last: int
+    pairs: int
+
+
+class KindDivergence(_Part):
+    """Pairs of answers of one kind of query, how many of them part, and the median of their first different token."""
+
+    pairs: int
+    diverged: int
+    median: Score
+
+
+class Divergence(_Part):
+    """Where the tokens of the two arms' answers part. At temperature 0 that is the arms' doing, above it also chance.
+
+    Attributes:
+        unit: what was compared: `token ids`, or `tokens` (their text) where an arm sent no ids.
+        answered: pairs of answers that both arms gave, right or wrong.
+        pairs: of them, those with the tokens of both arms.
+        diverged: of `pairs`, those whose tokens are not all the same.
+        quantiles: index of the first different token that a share of the diverged pairs has or is under, by that share.
+        bins: the diverged pairs by the index of their first different token; each bin is twice as wide as the last.
+        training_tokens: mean tokens of an answer, over `pairs`.
+        serving_tokens: likewise.
+        kinds: the same counts by kind of query.
+    """
+
+    unit: Literal["token ids", "tokens"]
+    answered: int
+    pairs: int
+    diverged: int
+    quantiles: dict[str, int]
+    bins: tuple[TokenBin, ...]
+    training_tokens: float
+    serving_tokens: float
+    kinds: dict[str, KindDivergence]
 
 
 class Subjects(_Part):
@@ -159,6 +223,9 @@ class Verdict(_Part):
         queries_needed: fewest queries with which the margin can be passed at all.
         looks: the sequential path; empty when the data were looked at once.
         cause: short name of the deciding cause, for machines.
+        flipped: lost ones first; those that would make the verdict too large are left out.
+        flipped_left_out: how many are.
+        divergence: None unless both arms recorded the tokens of an answer.
     """
 
     schema_version: Literal[1] = 1
@@ -187,6 +254,8 @@ class Verdict(_Part):
     created: AwareDatetime
     expires: AwareDatetime
     flipped: tuple[FlippedQuery, ...]
+    flipped_left_out: int = 0
+    divergence: Divergence | None = None
     tools: dict[str, str]
 
     def expired(self, now: datetime | None = None) -> bool:
@@ -206,6 +275,19 @@ class Verdict(_Part):
                 f"stopped at look {last.look} of {self.policy.looks}, after {last.queries} of {last.planned} queries; "
                 "a gap measured up to a stop is biased away from the margin"
             )
+        out += self._length_asymmetry()
         if self.policy.allow_unproven and any(finding.concern == "unproven" for finding in self.findings):
             out.append("unproven arms allowed (--allow-unproven): what they run was not shown")
         return tuple(out)
+
+    def _length_asymmetry(self) -> list[str]:
+        one, two = self.training.mean_completion_tokens, self.serving.mean_completion_tokens
+        if one is None or two is None or max(one, two) < LENGTH_RATIO * min(one, two):
+            return []
+        # Answers of a few tokens differ by such a factor through a word.
+        if abs(one - two) < LENGTH_DIFFERENCE:
+            return []
+        return [
+            f"answers of other lengths: {one:.1f} tokens from the training arm, {two:.1f} from the serving arm; "
+            "one of them may not stop where the other does"
+        ]

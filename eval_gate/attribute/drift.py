@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from eval_gate.arms.records import SampleRecord
 from eval_gate.attribute.tokens import AnswerTokens, answer_tokens
-from eval_gate.flips import first_difference
+from eval_gate.divergence import first_difference
 from eval_gate.pairing import Pair
 from eval_gate.verdict import Score
 
@@ -108,7 +108,7 @@ def _both(pair: Pair) -> list[tuple[SampleRecord, SampleRecord]]:
 
 
 def _as_words(tokens: AnswerTokens, record: SampleRecord) -> AnswerTokens:
-    return AnswerTokens("words", tuple((record.text or "").split()), None, None, tokens.routed, tokens.prompt)
+    return AnswerTokens("words", tuple((record.text or "").split()), None, None, None, tokens.routed, tokens.prompt)
 
 
 def _routes(left: AnswerTokens, right: AnswerTokens, same: int, routing: tuple[int, int]) -> list[float]:

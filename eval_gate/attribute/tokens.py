@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ class AnswerTokens:
     Attributes:
         unit: what `tokens` are: `token ids`, `tokens` (their text), or `words` where a server tells neither.
         tokens: T of them.
+        texts: the same T tokens as text; None where the server did not send them.
         logprobs: float64 [T]; None where they were not recorded for every token.
         top: most likely token of each position, as text; None where it was not recorded for every token.
         routed: int32 values of [rows, layers, top-k]: experts of each token that passed through the model, prompt
@@ -29,6 +31,7 @@ class AnswerTokens:
 
     unit: str
     tokens: tuple[Any, ...]
+    texts: tuple[str, ...] | None
     logprobs: NDArray[np.float64] | None
     top: tuple[str, ...] | None
     routed: NDArray[np.int32] | None
@@ -38,23 +41,29 @@ class AnswerTokens:
 def answer_tokens(record: SampleRecord) -> AnswerTokens:
     """Reads an answer of our arms: a chat or completions body, or that of the transformers arm."""
     body = record.response if isinstance(record.response, dict) else {}
-    choices = body.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    choice = _choice(body)
     texts, logprobs, top = _logprobs(choice.get("logprobs"))
-    ids = next((found for found in (choice.get("response_token_ids"), choice.get("token_ids")) if found), None)
-    ids = body.get("token_ids") if ids is None else ids
-    unit, tokens = "token ids", ids if _whole_numbers(ids) else None
-    if tokens is None:
-        unit, tokens = ("tokens", texts) if texts else ("words", (record.text or "").split())
+    ids = _ids(body, choice)
+    unit = "token ids" if ids is not None else "tokens" if texts else "words"
+    tokens: Sequence[Any] = ids or texts or (record.text or "").split()
     if logprobs is not None and len(logprobs) != len(tokens):
         logprobs = top = None
     extension = body.get("sglext")
     routed = extension.get("routed_experts") if isinstance(extension, dict) else None
-    return AnswerTokens(unit, tuple(tokens), logprobs, top, _routed(routed), record.prompt_tokens)
+    shown = tuple(texts) if texts and len(texts) == len(tokens) else None
+    return AnswerTokens(unit, tuple(tokens), shown, logprobs, top, _routed(routed), record.prompt_tokens)
 
 
-def _whole_numbers(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+def _choice(body: dict[str, Any]) -> dict[str, Any]:
+    choices = body.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+
+
+def _ids(body: dict[str, Any], choice: dict[str, Any]) -> list[int] | None:
+    found = next((one for one in (choice.get("response_token_ids"), choice.get("token_ids")) if one), None)
+    found = body.get("token_ids") if found is None else found
+    whole = isinstance(found, list) and bool(found) and all(type(one) is int for one in found)
+    return found if whole else None
 
 
 def _logprobs(raw: Any) -> tuple[list[str], NDArray[np.float64] | None, tuple[str, ...] | None]:
