@@ -27,10 +27,11 @@ def conclude(
 
     `looked` is the number of looks taken; None is all that the policy plans.
     """
+    planned = len(queries.queries)
     records: Iterable[SampleRecord | ArmRecord] = [
-        ArmRecord(role=Role.TRAINING, evidence=training.evidence),
+        ArmRecord(role=Role.TRAINING, evidence=training.evidence, planned=planned),
         *training.samples,
-        ArmRecord(role=Role.SERVING, evidence=serving.evidence),
+        ArmRecord(role=Role.SERVING, evidence=serving.evidence, planned=planned),
         *serving.samples,
     ]
     digest = write_results(paths.results, records)

@@ -77,7 +77,7 @@ async def reuse(
         record = recorded.get(job.key)
         if record is None or record.text is None or record.role is not role:
             continue
-        found.append((job.query, record.model_copy(update={"query_id": job.query.id, "sample": job.sample})))
+        found.append((job.query, record.model_copy(update=_place(job))))
     checks = [(program_of(query.checker), record.text or "") for query, record in found]
     results = await graders.grade_many(checks)
     return [with_grade(query, record, result) for (query, record), result in zip(found, results, strict=True)]
@@ -161,14 +161,24 @@ def with_grade(query: Query, record: SampleRecord, result: Grade | CheckerError)
     return record.model_copy(update={"passed": result.passed, "extracted": result.extracted, "failure": None})
 
 
+def _place(job: Job) -> dict[str, Any]:
+    query = job.query
+    return {
+        "query_id": query.id,
+        "sample": job.sample,
+        "suite": query.suite,
+        "kind": query.kind,
+        "cluster": query.cluster,
+    }
+
+
 def _record(
     job: Job, role: Role, body: dict[str, Any], exchange: Exchange, prompt: PromptTokens | None = None
 ) -> SampleRecord:
     return SampleRecord(
         key=job.key,
-        query_id=job.query.id,
         role=role,
-        sample=job.sample,
+        **_place(job),
         request=body,
         response=exchange.response,
         text=exchange.text,

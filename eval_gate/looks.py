@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
@@ -20,6 +21,13 @@ class Unit(Protocol):
 
 
 Q = TypeVar("Q", bound=Unit)
+
+
+def shuffled(queries: Sequence[Q], seed: int) -> list[Q]:
+    """The queries in the random order that a run with this seed asks them in."""
+    order = list(queries)
+    random.Random(f"eval-gate/{seed}").shuffle(order)
+    return order
 
 
 def schedule(queries: Sequence[Q], looks: int) -> tuple[tuple[Q, ...], ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eval_gate.checkers import Checker
+from eval_gate.looks import shuffled
 from trace_serve.errors import QueryError
 
 MAX_RECORD_BYTES = 1 << 20
@@ -98,9 +98,7 @@ class QuerySet:
 
         The first lines of a file are often its easy ones, so a prefix would not do.
         """
-        order = list(self.queries)
-        random.Random(f"eval-gate/{seed}").shuffle(order)
-        return replace(self, queries=tuple(order if limit is None else order[:limit]))
+        return replace(self, queries=tuple(shuffled(self.queries, seed)[:limit]))
 
 
 def load_queries(path: Path) -> QuerySet:

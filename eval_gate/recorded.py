@@ -19,6 +19,7 @@ from eval_gate.arms.records import ArmRecord, ErrorClass, Failure, Role, SampleR
 from eval_gate.pairing import ItemSet
 from trace_serve.errors import ConfigError
 
+_PLACE = ("suite", "kind", "cluster")
 _TEXTS = ("suite", "kind", "cluster", "prompt", "expected")
 _COUNT = (int, type(None))
 _STRING = (str, type(None))
@@ -55,6 +56,7 @@ class RecordedArm:
         samples: without requests and responses, which a comparison does not need.
         repeats: samples a query, by the largest index.
         digest: `sha256:` of the file.
+        planned: queries that its run meant to ask; None where the file does not say.
     """
 
     role: Role
@@ -63,6 +65,7 @@ class RecordedArm:
     queries: dict[str, RecordedQuery] = field(default_factory=dict)
     repeats: int = 0
     digest: str = ""
+    planned: int | None = None
 
 
 @contextmanager
@@ -133,6 +136,21 @@ def common_queries(training: RecordedArm, serving: RecordedArm) -> RecordedSet:
     return RecordedSet(list(queries.values()), digest, "recorded results")
 
 
+def check_whole(arms: Iterable[RecordedArm]) -> None:
+    """Refuses results that are a part of what their run planned: their queries are not a sample of any fixed size.
+
+    Raises:
+        ConfigError: naming the arm.
+    """
+    for arm in arms:
+        if arm.planned is not None and len(arm.queries) < arm.planned:
+            raise ConfigError(
+                f"{arm.evidence.source}: results of {len(arm.queries)} queries, but its run planned {arm.planned}: it "
+                "stopped at a look or did not end; give --queries, and --looks, --seed and --max-queries of that run",
+                field="queries",
+            )
+
+
 def check_covered(queries: ItemSet, arms: Iterable[RecordedArm]) -> None:
     """Refuses results of queries that the query file does not have.
 
@@ -165,7 +183,7 @@ def _add(
         raise ConfigError(f"{place}: got {type(raw).__name__}, expected a JSON object", field="results")
     if raw.get("record") == "arm":
         record = _valid(ArmRecord, raw, place)
-        arms[record.role].evidence = record.evidence
+        arms[record.role].evidence, arms[record.role].planned = record.evidence, record.planned
         return
     if raw.get("record") == "sample":
         owner, name, sample = raw.get("role"), raw.get("query_id"), raw.get("sample")
@@ -224,7 +242,7 @@ def _sample(raw: dict[str, Any], role: Role, name: str, sample: int, passed: boo
 
 def _query(raw: dict[str, Any], name: str, place: str) -> RecordedQuery:
     if raw.get("record") == "sample":
-        return RecordedQuery(name, prompt_text=_prompt(raw.get("request")))
+        raw = {key: raw.get(key) for key in _PLACE} | {"prompt": _prompt(raw.get("request"))}
     values = {key: raw[key] for key in _TEXTS if raw.get(key) is not None}
     wrong = next((key for key, value in values.items() if not isinstance(value, str)), None)
     if wrong is not None:

@@ -135,7 +135,7 @@ class Sessions:
                 return
             log = ResultsLog(self._results)
             try:
-                log.append(ArmRecord(role=source.role, evidence=evidence))
+                log.append(ArmRecord(role=source.role, evidence=evidence, planned=len(self._queries.queries)))
                 sampler = partial(self._sample, arm, source.role, evidence, log, prompts)
                 yield ArmSession(evidence, sampler, prompts, findings)
             finally:

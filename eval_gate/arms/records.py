@@ -92,6 +92,7 @@ class SampleRecord(BaseModel):
 
     Attributes:
         key: cache key of the exchange (see `cache_key`).
+        suite: of the query, and so `kind` and `cluster`, so that the results can be compared without the query file.
         request: the body that was sent.
         response: the body that came back, unparsed parts included; None when none came.
         text: the answer.
@@ -109,6 +110,9 @@ class SampleRecord(BaseModel):
     query_id: str
     role: Role
     sample: int
+    suite: str = "default"
+    kind: str = "default"
+    cluster: str | None = None
     request: dict[str, Any]
     response: Any = None
     text: str | None = None
@@ -125,13 +129,18 @@ class SampleRecord(BaseModel):
 
 
 class ArmRecord(BaseModel):
-    """What is known of an arm; written before its first sample."""
+    """What is known of an arm; written before its first sample.
+
+    Attributes:
+        planned: queries that the run meant to ask; fewer samples than that are a part, not the whole.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     record: Literal["arm"] = "arm"
     role: Role
     evidence: ArmEvidence
+    planned: int | None = None
 
 
 Record = Annotated[SampleRecord | ArmRecord, Field(discriminator="record")]

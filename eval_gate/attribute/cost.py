@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict
 
 from eval_gate.attribute.variants import Layout, Part, quantized_layers
-from trace_serve.plan import BF16_BITS, NVFP4_BITS
+from trace_serve.plan import BF16_BITS, NVFP4_BITS, Workload
 from trace_serve.policy.dims import ModelDims
 from trace_serve.recipe import Recipe
+
+DEFAULT_KV_TOKENS = Workload().batch * Workload().context
+"""Tokens of KV cache of the workload that `trace-serve plan` assumes."""
 
 
 class Cost(BaseModel):

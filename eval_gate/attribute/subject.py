@@ -9,7 +9,7 @@ from eval_gate.arms.http import Endpoint
 from eval_gate.arms.records import Role
 from eval_gate.arms.source import ArmSource, resolve
 from eval_gate.attribute.answers import Recording
-from eval_gate.attribute.cost import CostModel
+from eval_gate.attribute.cost import DEFAULT_KV_TOKENS, CostModel
 from eval_gate.attribute.variants import Layout
 from eval_gate.checkers import Permissions, PoolLimits, check_allowed
 from eval_gate.execute import request_body
@@ -18,16 +18,12 @@ from eval_gate.queries import QuerySet
 from eval_gate.stats.floor import queries_needed, zero_discordance_floor
 from eval_gate.suites.named import open_all
 from trace_serve.errors import ConfigError, TraceServeError
-from trace_serve.plan import Workload
 from trace_serve.policy.dims import ModelDims, load_dims
 from trace_serve.policy.layouts import detect
 from trace_serve.policy.manifest import load_policy
 from trace_serve.policy.model import ModelShape, check_recipe_fits
 from trace_serve.policy.tokenizer import read_json_object
 from trace_serve.recipe import Recipe
-
-DEFAULT_KV_TOKENS = Workload().batch * Workload().context
-"""Tokens of KV cache of the workload that `trace-serve plan` assumes."""
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,7 @@ class GatheredChecks:
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
-    async def _run(
-        self, checks: list[tuple[Program, str]], places: list[asyncio.Future[Grade | CheckerError]]
-    ) -> None:
+    async def _run(self, checks: list[tuple[Program, str]], places: list[asyncio.Future[Grade | CheckerError]]) -> None:
         try:
             results = await self._graders.grade_many(checks)
         except BaseException as exc:

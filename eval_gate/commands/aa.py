@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from eval_gate.arms.records import Role
-from eval_gate.commands.options import AsJson
-from eval_gate.noise import NoiseFloor, measure_noise
+from eval_gate.commands.options import (
+    DEFAULT,
+    Alpha,
+    Api,
+    ApiOption,
+    AsJson,
+    Concurrency,
+    MaxQueries,
+    Queries,
+    Repeats,
+    Resume,
+    Seed,
+    StartupTimeout,
+    Suites,
+    Temperature,
+    Timeout,
+    api_key,
+)
 from eval_gate.policy import GatePolicy
-from eval_gate.report import format as fmt
-from eval_gate.report.progress import live_progress
-from eval_gate.run import ArmConfig, GateConfig
-from trace_serve.errors import EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED, ConfigError
+from trace_serve.errors import EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED
+
+if TYPE_CHECKING:
+    from eval_gate.noise import NoiseFloor
 
 
 class Served(StrEnum):
@@ -30,31 +43,46 @@ class Served(StrEnum):
 def aa(
     arm: Annotated[str, typer.Option(help="A URL, or a directory that an engine is started for.")],
     out: Annotated[Path, typer.Option(help="Directory for results and noise.json.")],
-    queries: Annotated[str, typer.Option(help="A shipped suite or a JSON-lines file.")] = "support",
+    queries: Queries = "support",
+    suite: Suites = None,
     role: Annotated[
         Served, typer.Option("--as", help="A policy directory under its recipe (serving) or in BF16 (training).")
     ] = Served.SERVING,
-    repeats: Annotated[int, typer.Option(help="Samples of each query in each pass.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    alpha: Annotated[float, typer.Option(help="One-sided error rate of the bounds.")] = 0.05,
-    max_queries: Annotated[int | None, typer.Option(help="Size of a seeded random subsample.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="As of the run to be judged.")] = 8,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one attempt at one answer.")] = 120.0,
-    startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds for an engine to start.")] = 600.0,
+    repeats: Repeats = DEFAULT.repeats,
+    temperature: Temperature = DEFAULT.temperature,
+    api: ApiOption = Api.CHAT,
+    alpha: Alpha = DEFAULT.alpha,
+    max_queries: MaxQueries = None,
+    seed: Seed = DEFAULT.sample_seed,
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 120.0,
+    startup_timeout: StartupTimeout = 600.0,
     model: Annotated[str | None, typer.Option(help="Served name at the URL.")] = None,
     key_env: Annotated[str | None, typer.Option(help="Variable with the URL's API key.")] = None,
-    resume: Annotated[bool, typer.Option(help="Continue an interrupted run in --out.")] = False,
+    resume: Resume = False,
     as_json: AsJson = False,
 ) -> None:
     """Ask one arm everything twice: what differs is noise, whatever the seed. Exit code 4 with too many errors."""
-    api_key = os.environ.get(key_env) if key_env else None
-    if key_env and not api_key:
-        raise ConfigError(f"--key-env {key_env}: not set in the environment, expected the API key", field="key_env")
-    policy = GatePolicy.build(repeats=repeats, temperature=temperature, alpha=alpha, max_queries=max_queries)
+    from rich.console import Console
+
+    from eval_gate.arms.records import Role
+    from eval_gate.noise import measure_noise
+    from eval_gate.report.progress import live_progress
+    from eval_gate.run import ArmConfig, GateConfig
+
+    key = api_key(key_env, "key-env")
+    policy = GatePolicy.build(
+        repeats=repeats,
+        temperature=temperature,
+        api=api.value,
+        alpha=alpha,
+        max_queries=max_queries,
+        sample_seed=seed,
+    )
     config = GateConfig(
-        training=ArmConfig(arm, api_key, model),
-        serving=ArmConfig(arm, api_key, model),
-        queries=queries,
+        training=ArmConfig(arm, key, model),
+        serving=ArmConfig(arm, key, model),
+        queries=tuple(suite) if suite else queries,
         out=out,
         policy=policy,
         concurrency=concurrency,
@@ -74,6 +102,8 @@ def aa(
 
 
 def _text(found: NoiseFloor) -> str:
+    from eval_gate.report import format as fmt
+
     lines = [
         f"{found.source}: {found.queries} queries twice, {found.repeats} samples each, temperature "
         f"{found.temperature:g}, {found.concurrency} in flight",

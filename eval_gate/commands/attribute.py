@@ -6,25 +6,35 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from eval_gate.attribute.answers import Recording
-from eval_gate.attribute.run import attribute as run_attribution
-from eval_gate.attribute.subject import DEFAULT_KV_TOKENS, AttributeConfig
-from eval_gate.attribute.terminal import live_steps, print_attribution
-from eval_gate.checkers import Permissions, PoolLimits
+from eval_gate.attribute.cost import DEFAULT_KV_TOKENS
 from eval_gate.commands.options import (
+    DEFAULT,
+    AllowChecker,
+    AllowCode,
     Alpha,
+    Api,
+    ApiOption,
     AsJson,
     BaselineFloor,
+    Concurrency,
     ErrorCap,
     Margin,
     MarginKind,
     MarginOf,
+    MaxQueries,
+    MaxWall,
+    Queries,
+    Repeats,
     Rule,
     RuleOption,
+    Seed,
+    StartupTimeout,
+    Suites,
+    Temperature,
+    Timeout,
+    import_directory,
 )
-from eval_gate.commands.run import Api
 from eval_gate.policy import GatePolicy
 from trace_serve.errors import EXIT_INTERRUPTED
 from trace_serve.recipe import load_recipe
@@ -36,37 +46,45 @@ def attribute(
     recipe: Annotated[
         str | None, typer.Option(help="Recipe whose gap is explained: a preset or a file; default: the policy's own.")
     ] = None,
-    queries: Annotated[str, typer.Option(help="A query file, or the name of a suite.")] = "support-dev",
-    suite: Annotated[list[str] | None, typer.Option(help="A suite, as of `run`; may be given several times.")] = None,
+    queries: Queries = "support-dev",
+    suite: Suites = None,
     budget: Annotated[int, typer.Option(help="Engines to start at most, the BF16 one included.")] = 20,
-    max_queries: Annotated[int | None, typer.Option(help="Size of a seeded random subsample.")] = None,
-    max_wall: Annotated[float | None, typer.Option(min=0, help="Seconds after which it asks nothing more.")] = None,
-    margin: Margin = 0.05,
+    max_queries: MaxQueries = None,
+    max_wall: MaxWall = None,
+    margin: Margin = DEFAULT.margin,
     margin_kind: MarginOf = MarginKind.ABSOLUTE,
-    alpha: Alpha = 0.05,
+    alpha: Alpha = DEFAULT.alpha,
     rule: RuleOption = Rule.CI,
-    repeats: Annotated[int, typer.Option(help="Samples of each query and recipe.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    api: Annotated[Api, typer.Option(help="Route; completions has no chat template.")] = Api.CHAT,
-    seed: Annotated[int, typer.Option(help="Seed of the subsample and of the order.")] = 0,
+    repeats: Repeats = DEFAULT.repeats,
+    temperature: Temperature = DEFAULT.temperature,
+    api: ApiOption = Api.CHAT,
+    seed: Seed = DEFAULT.sample_seed,
     kv_tokens: Annotated[
         int, typer.Option(help="Tokens of KV cache that its bytes are weighed at against those of weights.")
     ] = DEFAULT_KV_TOKENS,
     logprobs: Annotated[bool, typer.Option(help="Record log-probabilities and token ids.")] = True,
     routed_experts: Annotated[bool, typer.Option(help="Record routed experts of every token; large.")] = False,
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests in flight.")] = 8,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one attempt at one answer.")] = 120.0,
-    startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds for an engine to start.")] = 600.0,
-    error_cap: ErrorCap = 0.02,
-    baseline_floor: BaselineFloor = 0.20,
-    allow_code: Annotated[bool, typer.Option(help="Run programs that a model wrote (checker code).")] = False,
-    allow_checker: Annotated[list[str] | None, typer.Option(help="A checker module:function to allow.")] = None,
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 120.0,
+    startup_timeout: StartupTimeout = 600.0,
+    error_cap: ErrorCap = DEFAULT.error_cap,
+    baseline_floor: BaselineFloor = DEFAULT.baseline_floor,
+    allow_code: AllowCode = False,
+    allow_checker: AllowChecker = None,
     as_json: AsJson = False,
 ) -> None:
     """Try recipes on the same queries until the guilty part and layers, and a remedy that passes, are found.
 
     Exit code: 0 done, whatever was found; 3 configuration; 4 infrastructure; 130 interrupted, run again to go on.
     """
+    from rich.console import Console
+
+    from eval_gate.attribute.answers import Recording
+    from eval_gate.attribute.run import attribute as run_attribution
+    from eval_gate.attribute.subject import AttributeConfig
+    from eval_gate.attribute.terminal import live_steps, print_attribution
+    from eval_gate.checkers import Permissions, PoolLimits
+
     config = AttributeConfig(
         model=model,
         queries=tuple(suite) if suite else (queries,),
@@ -93,7 +111,7 @@ def attribute(
         timeout_s=timeout,
         startup_timeout_s=startup_timeout,
         permissions=Permissions(allow_code, False, frozenset(allow_checker or ())),
-        graders=PoolLimits(import_from=Path.cwd() if allow_checker else None),
+        graders=PoolLimits(import_from=import_directory(allow_checker)),
     )
     try:
         with live_steps(Console(stderr=True)) as on_progress:

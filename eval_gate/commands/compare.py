@@ -2,73 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from eval_gate.arms.records import Role
 from eval_gate.commands.options import (
+    DEFAULT,
     Alpha,
     AsJson,
     BaselineFloor,
+    DegenerateCap,
     ErrorCap,
+    Looks,
     Margin,
     MarginKind,
     MarginOf,
+    MaxQueries,
     Mode,
     ModeOption,
     Rule,
     RuleOption,
+    Seed,
+    Spending,
+    SpendingOption,
+    TruncationCap,
 )
-from eval_gate.decide import decide
-from eval_gate.pairing import ArmResults, ItemSet
 from eval_gate.policy import GatePolicy
-from eval_gate.recorded import check_covered, common_queries, read_arm, without_collection
-from eval_gate.report.terminal import print_verdict
-from eval_gate.report.write import write_reports
-from eval_gate.suites.named import open_queries
-from eval_gate.verdict import Verdict
-from trace_serve.errors import ConfigError
-
-
-def compare_files(training: Path, serving: Path, policy: GatePolicy, queries: str | None = None) -> Verdict:
-    """The verdict on two files of recorded results; `policy.repeats` is taken from the files.
-
-    Recorded results show what was answered, not what answered, so unproven arms are allowed and labelled; such a
-    verdict is not signed.
-
-    Raises:
-        ConfigError: a file cannot be used, or the arms have different numbers of samples a query.
-    """
-    with without_collection():
-        return _compared(training, serving, policy, queries)
-
-
-def _compared(training: Path, serving: Path, policy: GatePolicy, queries: str | None) -> Verdict:
-    one, two = read_arm(training, Role.TRAINING), read_arm(serving, Role.SERVING)
-    if one.repeats != two.repeats:
-        raise ConfigError(
-            f"{training} has {one.repeats} samples a query, {serving} has {two.repeats}; expected as many in both",
-            field="repeats",
-        )
-    items: ItemSet
-    if queries is None:
-        items = common_queries(one, two)
-    else:
-        items = open_queries(queries)
-        check_covered(items, (one, two))
-    judged = policy.model_dump() | {"repeats": one.repeats, "allow_unproven": True}
-    digest = "sha256:" + hashlib.sha256(f"{one.digest} {two.digest}".encode()).hexdigest()
-    return decide(
-        GatePolicy.build(**judged),
-        items,
-        ArmResults(one.evidence, one.samples),
-        ArmResults(two.evidence, two.samples),
-        results_digest=digest,
-    )
 
 
 def compare(
@@ -77,28 +37,44 @@ def compare(
     queries: Annotated[
         str | None, typer.Option(help="Query file or shipped suite with suites, kinds and clusters.")
     ] = None,
-    margin: Margin = 0.05,
+    margin: Margin = DEFAULT.margin,
     margin_kind: MarginOf = MarginKind.ABSOLUTE,
-    alpha: Alpha = 0.05,
+    alpha: Alpha = DEFAULT.alpha,
     rule: RuleOption = Rule.CI,
     mode: ModeOption = Mode.POPULATION,
-    error_cap: ErrorCap = 0.02,
-    baseline_floor: BaselineFloor = 0.20,
+    looks: Looks = DEFAULT.looks,
+    spending: SpendingOption = Spending.OBF,
+    max_queries: MaxQueries = None,
+    seed: Seed = DEFAULT.sample_seed,
+    error_cap: ErrorCap = DEFAULT.error_cap,
+    baseline_floor: BaselineFloor = DEFAULT.baseline_floor,
+    degenerate_cap: DegenerateCap = DEFAULT.degenerate_cap,
+    truncation_cap: TruncationCap = DEFAULT.truncation_cap,
     out: Annotated[Path | None, typer.Option(help="Directory for verdict.json and the reports.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Judge recorded results of any suite. Exit codes as of `run`; nothing is signed.
 
     A line is {"id": "q1", "passed": true}, with sample, suite, kind, cluster, text and error where known, or a line of
-    a run's results.jsonl.
+    a run's results.jsonl. With --looks the queries are taken in the order of --seed, and those after the look that
+    decides do not count.
     """
+    from eval_gate.compare_files import compare_files
+    from eval_gate.report.write import write_reports
+
     settings = {
         "margin": margin,
         "margin_kind": margin_kind.value,
         "alpha": alpha,
         "rule": rule.value,
+        "looks": looks,
+        "spending": spending.value,
+        "max_queries": max_queries,
+        "sample_seed": seed,
         "error_cap": error_cap,
         "baseline_floor": baseline_floor,
+        "degenerate_cap": degenerate_cap,
+        "truncation_cap": truncation_cap,
         # Fixed-set mode needs repeats, which are known only once the files are read.
         "mode": mode.value,
         "repeats": 2 if mode is Mode.FIXED_SET else 1,
@@ -109,5 +85,9 @@ def compare(
     if as_json:
         typer.echo(verdict.model_dump_json(indent=2))
     else:
+        from rich.console import Console
+
+        from eval_gate.report.terminal import print_verdict
+
         print_verdict(verdict, Console())
     raise typer.Exit(verdict.exit_code)

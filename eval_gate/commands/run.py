@@ -3,41 +3,52 @@
 from __future__ import annotations
 
 import json
-import os
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from eval_gate.arms.records import Role
-from eval_gate.checkers import Permissions, PoolLimits
 from eval_gate.commands.options import (
+    DEFAULT,
+    AllowChecker,
+    AllowCode,
     Alpha,
+    Api,
+    ApiOption,
     BaselineFloor,
+    Concurrency,
+    DegenerateCap,
     ErrorCap,
+    Looks,
     Margin,
     MarginKind,
     MarginOf,
+    MaxQueries,
+    MaxWall,
     Mode,
     ModeOption,
+    Queries,
+    Repeats,
+    Resume,
     Rule,
     RuleOption,
+    Seed,
     Spending,
+    SpendingOption,
+    StartupTimeout,
+    Suites,
+    Temperature,
+    Timeout,
+    TruncationCap,
+    ValidDays,
+    api_key,
+    import_directory,
 )
 from eval_gate.policy import GatePolicy
-from eval_gate.report.progress import live_progress
-from eval_gate.report.terminal import print_verdict
-from eval_gate.run import ArmConfig, GateConfig, GateResult, Plan, prepare, run_gate
 from trace_serve.errors import EXIT_INTERRUPTED, ConfigError
 
-
-class Api(StrEnum):
-    """Routes of `--api`."""
-
-    CHAT = "chat"
-    COMPLETIONS = "completions"
+if TYPE_CHECKING:
+    from eval_gate.run import GateResult, Plan
 
 
 def run(
@@ -46,32 +57,30 @@ def run(
     ],
     serving: Annotated[str, typer.Option(help="As served: a URL, a policy directory (its recipe), results:FILE.")],
     out: Annotated[Path, typer.Option(help="Directory for results, verdict and reports.")],
-    queries: Annotated[str, typer.Option(help="A query file, or the name of a suite.")] = "support",
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(help="A suite: support, support-dev, aime24, aime25, aime26, reasoning-gym:TASK:COUNT:SEED."),
-    ] = None,
-    margin: Margin = 0.05,
+    queries: Queries = "support",
+    suite: Suites = None,
+    margin: Margin = DEFAULT.margin,
     margin_kind: MarginOf = MarginKind.ABSOLUTE,
-    alpha: Alpha = 0.05,
+    alpha: Alpha = DEFAULT.alpha,
     rule: RuleOption = Rule.CI,
     mode: ModeOption = Mode.POPULATION,
-    repeats: Annotated[int, typer.Option(help="Samples of each query and arm.")] = 1,
-    looks: Annotated[int, typer.Option(help="Judge after each of so many equal parts, and stop on a clear case.")] = 1,
-    spending: Annotated[
-        Spending, typer.Option(help="obf: strict early, lenient last; pocock: the same at every look.")
-    ] = Spending.OBF,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    api: Annotated[Api, typer.Option(help="Route of both arms; completions has no chat template.")] = Api.CHAT,
-    max_queries: Annotated[int | None, typer.Option(help="Size of a seeded random subsample.")] = None,
+    repeats: Repeats = DEFAULT.repeats,
+    looks: Looks = DEFAULT.looks,
+    spending: SpendingOption = Spending.OBF,
+    temperature: Temperature = DEFAULT.temperature,
+    api: ApiOption = Api.CHAT,
+    max_queries: MaxQueries = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of both arms after which it stops.")] = None,
-    max_wall: Annotated[float | None, typer.Option(min=0, help="Seconds after which it asks nothing more.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the subsample and of the order.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests in flight at one arm.")] = 8,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one attempt at one answer.")] = 120.0,
-    startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds for an engine to start.")] = 600.0,
-    error_cap: ErrorCap = 0.02,
-    baseline_floor: BaselineFloor = 0.20,
+    max_wall: MaxWall = None,
+    seed: Seed = DEFAULT.sample_seed,
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 120.0,
+    startup_timeout: StartupTimeout = 600.0,
+    error_cap: ErrorCap = DEFAULT.error_cap,
+    baseline_floor: BaselineFloor = DEFAULT.baseline_floor,
+    degenerate_cap: DegenerateCap = DEFAULT.degenerate_cap,
+    truncation_cap: TruncationCap = DEFAULT.truncation_cap,
+    valid_days: ValidDays = DEFAULT.valid_days,
     training_model: Annotated[str | None, typer.Option(help="Served name at the training URL.")] = None,
     serving_model: Annotated[str | None, typer.Option(help="Served name at the serving URL.")] = None,
     training_checkpoint: Annotated[Path | None, typer.Option(help="Directory that the training URL serves.")] = None,
@@ -82,19 +91,25 @@ def run(
     judge_model: Annotated[str | None, typer.Option(help="Served name of the judge; part of the policy.")] = None,
     judge_key_env: Annotated[str | None, typer.Option(help="Variable with the judge's API key.")] = None,
     redact: Annotated[str | None, typer.Option(help="presidio or module:function, applied to all messages.")] = None,
-    allow_code: Annotated[bool, typer.Option(help="Run programs that a model wrote (checker code).")] = False,
+    allow_code: AllowCode = False,
     allow_code_network: Annotated[bool, typer.Option(help="Even where the network cannot be kept out.")] = False,
-    allow_checker: Annotated[list[str] | None, typer.Option(help="A checker module:function to allow.")] = None,
+    allow_checker: AllowChecker = None,
     checker_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one check.")] = 30.0,
     checker_workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that checkers run in.")] = 2,
     key: Annotated[Path | None, typer.Option(help="Private key that signs the verdict.")] = None,
     allow_unproven: Annotated[bool, typer.Option(help="Judge arms that do not prove what they run.")] = False,
     reuse: Annotated[list[Path] | None, typer.Option(help="results.jsonl of another run to take answers from.")] = None,
-    resume: Annotated[bool, typer.Option(help="Continue an interrupted run in --out.")] = False,
+    resume: Resume = False,
     dry_run: Annotated[bool, typer.Option(help="Check all input and say what would be asked; ask nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
     """Replay queries through both versions and decide. Exit code: 0 PASS, 1 BLOCK, 2 INCONCLUSIVE, 3, 4, 130."""
+    from rich.console import Console
+
+    from eval_gate.checkers import Permissions, PoolLimits
+    from eval_gate.report.progress import live_progress
+    from eval_gate.run import ArmConfig, GateConfig, prepare, run_gate
+
     if (judge_url is None) != (judge_model is None):
         raise ConfigError("--judge-url and --judge-model: got one of them, expected both", field="judge_url")
     policy = GatePolicy.build(
@@ -113,15 +128,16 @@ def run(
         sample_seed=seed,
         error_cap=error_cap,
         baseline_floor=baseline_floor,
+        degenerate_cap=degenerate_cap,
+        truncation_cap=truncation_cap,
+        valid_days=valid_days,
         allow_unproven=allow_unproven,
     )
     config = GateConfig(
         training=ArmConfig(
-            training, api_key(training_key_env, f"{Role.TRAINING}-key-env"), training_model, training_checkpoint
+            training, api_key(training_key_env, "training-key-env"), training_model, training_checkpoint
         ),
-        serving=ArmConfig(
-            serving, api_key(serving_key_env, f"{Role.SERVING}-key-env"), serving_model, serving_checkpoint
-        ),
+        serving=ArmConfig(serving, api_key(serving_key_env, "serving-key-env"), serving_model, serving_checkpoint),
         queries=tuple(suite) if suite else queries,
         out=out,
         policy=policy,
@@ -136,7 +152,7 @@ def run(
             workers=checker_workers,
             timeout_s=checker_timeout,
             code_without_isolation=allow_code_network,
-            import_from=Path.cwd() if allow_checker else None,
+            import_from=import_directory(allow_checker),
         ),
         judge=None if judge_url is None else ArmConfig(judge_url, api_key(judge_key_env, "judge-key-env")),
         redact=redact,
@@ -154,20 +170,6 @@ def run(
         raise typer.Exit(EXIT_INTERRUPTED) from None
     _show(result, as_json)
     raise typer.Exit(result.verdict.exit_code)
-
-
-def api_key(variable: str | None, flag: str) -> str | None:
-    """The key in an environment variable; keys are never given on the command line or in a file.
-
-    Raises:
-        ConfigError: the variable is named but not set.
-    """
-    if variable is None:
-        return None
-    value = os.environ.get(variable)
-    if not value:
-        raise ConfigError(f"--{flag} {variable}: not set in the environment, expected the API key", field="key_env")
-    return value
 
 
 def _show_plan(plan: Plan, as_json: bool) -> None:
@@ -196,6 +198,10 @@ def _show(result: GateResult, as_json: bool) -> None:
     if as_json:
         typer.echo(result.verdict.model_dump_json(indent=2))
         return
+    from rich.console import Console
+
+    from eval_gate.report.terminal import print_verdict
+
     print_verdict(result.verdict, Console())
     paths = result.paths
     written = [paths.verdict, paths.html, paths.results, *([paths.envelope] if paths.envelope else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable
@@ -136,6 +137,21 @@ def test_files_that_disagree_about_a_suite_are_refused(call: Call, write: Write)
     assert "query 'q0': suite 'x'" in errors
 
 
+def test_several_looks_stop_in_seeded_order_and_leave_later_queries_out(call: Call, write: Write) -> None:
+    a, b = write("a.jsonl", rows(800)), write("b.jsonl", rows(800, lambda i: i % 4 == 0))
+    code, out, _ = call("compare", a, b, "--looks", "4", "--spending", "pocock", "--json")
+    verdict = json.loads(out)
+    assert (code, verdict["looks"][-1]["look"], verdict["overall"]["n"]) == (1, 1, 200)
+    # The file's first 200 lines are right in both: its order must not decide.
+    b = write("c.jsonl", rows(800, lambda i: i >= 200))
+    code, out, _ = call("compare", a, b, "--looks", "4", "--json", "--seed", "3")
+    verdict = json.loads(out)
+    assert (code, verdict["looks"][0]["outcome"]) == (1, "BLOCK")
+    assert 0.6 < verdict["overall"]["gap"] < 0.9
+    code, _, errors = call("compare", a, b, "--looks", "4", "--rule", "point")
+    assert (code, "looks of more than 1 need --rule ci" in errors) == (3, True)
+
+
 def test_plan_gives_the_published_sizes(call: Call) -> None:
     _, out, _ = call("plan", "--margin", "0.02", "--discordance", "0.1", "--tokens-per-sample", "100", "--json")
     (only,) = json.loads(out)["plans"]
@@ -166,6 +182,53 @@ def test_plan_weighs_repeats_by_a_pilot(call: Call, write: Write) -> None:
     )
     assert code == 3
     assert "samples of the training arm" in errors
+
+
+def test_plan_of_a_relative_margin_is_that_of_its_points_for_the_weighted_difference(call: Call) -> None:
+    relative = ("plan", "--margin-kind", "relative", "--margin", "0.05", "--json")
+    code, out, _ = call(*relative, "--pass-rate", "0.4", "--discordance", "0.1")
+    found = json.loads(out)
+    # 0.95 a - b over 35% of 1|1, 5% of 1|0 and 5% of 0|1, whose mean is -0.02.
+    variance = 0.05**2 * 0.35 + 0.95**2 * 0.05 + 0.05 - 0.02**2
+    assert found["variances"]["default"]["between"] == pytest.approx(variance)
+    assert (code, found["plans"][0]["queries"]) == (0, math.ceil(2.486475**2 * variance / 0.02**2))
+    points = json.loads(call("plan", "--margin", "0.02", "--json")[1])["plans"][0]["queries"]
+    assert abs(found["plans"][0]["queries"] / points - 1) < 0.1
+    code, _, errors = call(*relative)
+    assert (code, errors.count("\n"), "--pass-rate" in errors) == (3, 1, True)
+    assert "--pass-rate 0.99" in call(*relative, "--pass-rate", "0.99")[2]
+    assert "less than the margin of 0.02" in call(*relative, "--pass-rate", "0.4", "--expected-gap", "0.03")[2]
+
+
+def test_plan_of_several_suites_asks_each_to_pass_more_surely(call: Call) -> None:
+    alone = json.loads(call("plan", "--margin", "0.02", "--json")[1])["plans"][0]
+    found = json.loads(call("plan", "--margin", "0.02", "--suites", "4", "--looks", "3", "--json")[1])
+    (plan,) = found["plans"]
+    assert found["suite_power"] == pytest.approx(0.95)
+    assert len(set(plan["suites"].values())) == 1
+    assert plan["queries"] == sum(plan["suites"].values()) > 4 * alone["queries"]
+    assert plan["expected_queries"] < plan["queries"]
+
+
+def test_plan_takes_each_suite_of_a_pilot_by_its_own_variance(call: Call, write: Write) -> None:
+    common = {"record": "sample", "key": "k", "request": {}, "sample": 0, "prompt_tokens": 10, "completion_tokens": 5}
+    pilot = write(
+        "pilot.jsonl",
+        [
+            {**common, "query_id": f"{suite}{i}", "suite": suite, "role": role, "passed": i % every >= wrong}
+            for suite, every in (("calm", 50), ("noisy", 5))
+            for i in range(200)
+            for wrong, role in ((0, "training"), (1, "serving"))
+        ],
+    )
+    options = ("--pilot", pilot, "--margin", "0.3", "--expected-gap", "0.2")
+    code, out, _ = call("plan", *options, "--json")
+    (plan,) = json.loads(out)["plans"]
+    assert code == 0
+    assert plan["suites"]["noisy"] > 2 * plan["suites"]["calm"]
+    shown = " ".join(call("plan", *options)[1].split())
+    assert f"calm {plan['suites']['calm']}, noisy {plan['suites']['noisy']}" in shown
+    assert "2 suites, each planned for 0.9" in shown
 
 
 @pytest.mark.parametrize(
@@ -246,3 +309,61 @@ def test_a_runs_own_results_are_compared_to_the_same_numbers(
     assert (again["outcome"], again["overall"]) == (ran.outcome, ran.overall.model_dump())
     assert again["serving_evidence"]["report"]["mode"] == "fp4"
     assert len(again["flipped"]) == 10
+
+
+def test_a_run_that_stopped_at_a_look_is_compared_by_its_own_looks_or_not_at_all(
+    call: Call, start_server: Callable[[], Any], engine_report: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    one, two = start_server(), start_server()
+    one.report, two.report = engine_report("bf16"), engine_report("fp4")
+    one.answer = lambda prompt: prompt
+    two.answer = lambda prompt: "no" if int(prompt) % 3 == 0 else prompt
+    path = tmp_path / "q.jsonl"
+    lines = [
+        {
+            "id": f"q{i}",
+            "suite": f"s{i % 2}",
+            "cluster": f"c{i // 4}",
+            "prompt": f"{i}",
+            "checker": {"type": "numeric", "expected": i},
+        }
+        for i in range(400)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    policy = GatePolicy(looks=4, spending="pocock", sample_seed=5, max_queries=320)
+    ran = run_gate(GateConfig(ArmConfig(one.url), ArmConfig(two.url), str(path), tmp_path / "out", policy)).verdict
+    assert len(ran.looks) < 4
+    results = tmp_path / "out" / "results.jsonl"
+    code, _, errors = call("compare", results, results)
+    assert (code, errors.count("\n")) == (3, 1)
+    assert "its run planned 320" in errors
+    options = ("--queries", path, "--looks", "4", "--spending", "pocock", "--seed", "5", "--max-queries", "320")
+    again = json.loads(call("compare", results, results, *options, "--json")[1])
+    assert again["looks"] == json.loads(ran.model_dump_json())["looks"]
+    assert (again["outcome"], again["overall"]) == (ran.outcome, ran.overall.model_dump())
+
+
+def test_results_of_a_run_keep_suites_and_clusters_without_the_query_file(
+    call: Call, start_server: Callable[[], Any], engine_report: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    server = start_server()
+    path = tmp_path / "q.jsonl"
+    lines = [
+        {
+            "id": f"q{i}",
+            "suite": f"s{i % 2}",
+            "kind": "sums",
+            "cluster": f"c{i // 4}",
+            "prompt": f"{i}",
+            "checker": {"type": "numeric", "expected": i},
+        }
+        for i in range(80)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    policy = GatePolicy(allow_unproven=True, margin=0.2)
+    ran = run_gate(GateConfig(ArmConfig(server.url), ArmConfig(server.url), str(path), tmp_path / "out", policy))
+    again = json.loads(call("compare", ran.paths.results, ran.paths.results, "--margin", "0.2", "--json")[1])
+    assert [suite["suite"] for suite in again["suites"]] == ["s0", "s1"]
+    assert list(again["kinds"]) == ["sums"]
+    assert "by cluster" in again["method"]
+    assert again["overall"] == ran.verdict.overall.model_dump()
