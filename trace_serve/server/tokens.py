@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from trace_serve.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from trace_serve.server.schemas_messages import ToolMessage
 
 log = structlog.get_logger("trace_serve.tokens")
 
@@ -31,6 +32,7 @@ class PromptCounter:
         self._loaded = False
         self._tokenizer: Any = None
         self._template: Any = None
+        self._shows_tools: bool | None = None
         self._specials: dict[str, str] = {}
 
     async def count(self, request: GenerationRequest) -> int | None:
@@ -52,12 +54,19 @@ class PromptCounter:
             log.warning("prompt_not_counted", error=str(exc))
         return None
 
+    async def shows_tools(self) -> bool | None:
+        """Whether the chat template shows a request's tools to the model; None where no template was found here."""
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._load_once)
+        return self._shows_tools
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _count_chat(self, request: ChatRequest) -> int | None:
         if request.messages[-1].role == "assistant":
             return None  # the engine continues such a message in a way of its own
+        if request.tools is not None or any(isinstance(message, ToolMessage) for message in request.messages):
+            return None  # how tools and calls reach the template is the engine's to decide
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
         text = self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._specials)
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -80,6 +89,7 @@ class PromptCounter:
         template = self._template_source(config)
         if template is not None:
             self._template = _environment().from_string(template)
+            self._shows_tools = "tools" in template
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
             token = config.get(name)
             value = token.get("content") if isinstance(token, dict) else token

@@ -167,7 +167,7 @@ def test_the_engine_gets_our_id_its_own_model_name_and_no_labels() -> None:
         "max_tokens": 3,
         "model": "engine-model",
         "rid": "trace-1",
-        "custom_params": {"trace_hints": "file"},
+        "custom_params": {"trace_hints": "file", "trace_rollout": True},
     }
 
 

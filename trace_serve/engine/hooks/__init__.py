@@ -15,6 +15,7 @@ from trace_serve.engine.hooks import (
     openai,
     ranks,
     refit,
+    rollouts,
     scheduler,
     start,
 )
@@ -29,6 +30,7 @@ HOOKS: tuple[Hook, ...] = (
     *checkpoint.HOOKS,
     *hints.HOOKS,
     *openai.HOOKS,
+    *rollouts.HOOKS,
     *refit.HOOKS,
     *ranks.HOOKS,
 )

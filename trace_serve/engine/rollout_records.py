@@ -1,0 +1,48 @@
+"""What an answer of the OpenAI routes may say of its own tokens: `metadata.trace_rollout`, one entry a choice.
+
+SGLang's OpenAI routes give token ids in some answers and log-probabilities as text; a trainer needs both as numbers, of
+streams too. A request asks with `custom_params: {"trace_rollout": true}`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+FIELD = "trace_rollout"
+VERSION_HEADER = "x-trace-weight-version"
+"""Of a stream: the label of the weights that computed its first token. Other answers have `metadata.weight_version`."""
+
+
+def is_wanted(request: Any) -> bool:
+    """Whether a request, in SGLang's internal form, asks for the record of its tokens."""
+    params = getattr(request, "sampling_params", None)
+    custom = params.get("custom_params") if isinstance(params, dict) else None
+    return isinstance(custom, dict) and custom.get(FIELD) is True
+
+
+def ask(request: Any) -> None:
+    """Makes SGLang keep what the record needs; the answer itself shows none of it unless it is asked for."""
+    if is_wanted(request):
+        request.return_logprob = True
+        request.return_prompt_token_ids = True
+
+
+def record(content: dict[str, Any]) -> dict[str, Any]:
+    """The record of one choice.
+
+    Args:
+        content: the last output of SGLang's tokenizer manager for it.
+
+    Returns:
+        `prompt_token_ids` and `output_token_ids`; `output_logprobs`, of each output token by the forward pass that
+        sampled it, as in the hint file; `finish_reason`; `weight_version_spans` as in docs/refit.md.
+    """
+    meta = content["meta_info"]
+    reason = meta.get("finish_reason")
+    return {
+        "prompt_token_ids": content.get("prompt_token_ids"),
+        "output_token_ids": list(content["output_ids"]),
+        "output_logprobs": [entry[0] for entry in meta.get("output_token_logprobs") or ()],
+        "finish_reason": reason["type"] if isinstance(reason, dict) else reason,
+        "weight_version_spans": meta.get("weight_version_spans"),
+    }

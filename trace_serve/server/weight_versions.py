@@ -1,0 +1,76 @@
+"""Which weights answered a request, and the refusal of others than a request asked for.
+
+A request that pins `weight_version` is checked three times: before it is sent, so that no work is wasted; when its
+first token or whole answer is there, since it may have waited through a weight update; and in between by the engine,
+which ends it when an update comes (`max_version_diff: 0`, docs/refit.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from trace_serve.server.engine_client import EngineClient, EngineView
+from trace_serve.server.errors import ApiError, unavailable
+from trace_serve.server.schemas import GenerationRequest
+
+HEADER = "x-trace-weight-version"
+TIMEOUT_S = 5.0
+
+
+async def check_loaded(client: EngineClient, engine: EngineView, wanted: GenerationRequest) -> None:
+    """Asks the engine which weights serve, if the request names some.
+
+    Raises:
+        ApiError: 409, others do; 503, the engine does not say.
+    """
+    if wanted.weight_version is None:
+        return
+    try:
+        beat = await client.get_json(engine.url, engine.api_key, "/trace/heartbeat", timeout_s=TIMEOUT_S)
+    except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
+        raise unavailable("the engine does not say which weights serve", code="not_ready", retry_after_s=1.0) from exc
+    _compare(wanted, beat.get("weight_version"))
+
+
+def of_answer(wanted: GenerationRequest, answer: Mapping[str, Any]) -> dict[str, str]:
+    """The header that names the weights of a whole answer.
+
+    Raises:
+        ApiError: 409, the request asked for others, or some of its tokens were sampled by others.
+    """
+    metadata = answer.get("metadata")
+    found = metadata if isinstance(metadata, dict) else {}
+    for span in found.get("weight_versions") or ():
+        _compare(wanted, span["version"])
+    return _header(wanted, found.get("weight_version"))
+
+
+def of_stream(wanted: GenerationRequest, headers: Mapping[str, str]) -> dict[str, str]:
+    """The header that names the weights of a stream's first token, from the headers of the engine's answer.
+
+    Raises:
+        ApiError: 409, the request asked for others.
+    """
+    return _header(wanted, headers.get(HEADER))
+
+
+def _header(wanted: GenerationRequest, version: object) -> dict[str, str]:
+    _compare(wanted, version)
+    if not isinstance(version, str) or not version.isascii() or not version.isprintable():
+        return {}  # no header can carry such a label; the answer's metadata does
+    return {HEADER: version}
+
+
+def _compare(wanted: GenerationRequest, version: object) -> None:
+    if wanted.weight_version is not None and version != wanted.weight_version:
+        raise ApiError(
+            409,
+            f"weight_version: got {wanted.weight_version[:60]!r}, but weights {str(version)[:60]!r} are loaded; ask "
+            "for those, or leave it out",
+            kind="invalid_request_error",
+            param="weight_version",
+            code="weight_version_not_loaded",
+        )
