@@ -1,7 +1,8 @@
-"""What the gate adds to the time of its arms: python benchmarks/bench_gate.py [--queries 1600].
+"""What the gate adds to the time of its arms: python benchmarks/bench_gate.py [--queries 1600] [--rounds 3].
 
 A server in a process of its own answers after a seeded latency, as a model would. The same requests are sent once by a
-loop that does nothing else and once by `eval-gate run`, at the same concurrency; both arms are that one server.
+loop that does nothing else and once by `eval-gate run`, at the same concurrency; both arms are that one server. Start
+and end of the command are in its time: they weigh most in short runs, so a run of two queries is timed beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import json
 import multiprocessing
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -62,7 +64,14 @@ def server(mean_s: float) -> Iterator[str]:
         process.join()
 
 
-async def plain_loop(url: str, queries: int, concurrency: int) -> float:
+def plain_loop(url: str, queries: int, concurrency: int) -> tuple[float, float]:
+    """Wall-clock and CPU seconds."""
+    before = time.process_time()
+    wall = asyncio.run(send_all(url, queries, concurrency))
+    return wall, time.process_time() - before
+
+
+async def send_all(url: str, queries: int, concurrency: int) -> float:
     slots = asyncio.Semaphore(concurrency)
     started = time.monotonic()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -81,16 +90,24 @@ def prompt(number: int) -> str:
     return f"{number} is which number?"
 
 
-def gate(url: str, queries: Path, out: Path, concurrency: int) -> float:
+def gate(url: str, queries: Path, out: Path, concurrency: int, *options: str) -> tuple[float, float]:
+    """Wall-clock and CPU seconds, its checker processes included."""
     command = [
         *(sys.executable, "-m", "eval_gate.cli", "run", "--training", url, "--serving", url, "--allow-unproven"),
-        *("--queries", str(queries), "--out", str(out), "--concurrency", str(concurrency)),
+        *("--queries", str(queries), "--out", str(out), "--concurrency", str(concurrency), *options),
     ]
+    before = cpu_of_children()
     started = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+    wall = time.monotonic() - started
+    if done.returncode not in (0, 2):
         sys.exit(done.stdout + done.stderr)
-    return time.monotonic() - started
+    return wall, cpu_of_children() - before
+
+
+def cpu_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:
@@ -98,7 +115,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=1600)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--latency", type=float, default=1.0, help="mean seconds of one answer")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, server(options.latency) as url:
         queries = Path(directory, "q.jsonl")
@@ -107,15 +124,22 @@ def main() -> None:
             for i in range(options.queries)
         ]
         queries.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        loops, gates = [], []
+        shares, fixed = [], []
         for turn in range(options.rounds):
-            loops.append(asyncio.run(plain_loop(url, options.queries, options.concurrency)))
-            gates.append(gate(url, queries, Path(directory, f"out{turn}"), options.concurrency))
-            print(f"loop {loops[-1]:.2f} s, gate {gates[-1]:.2f} s", flush=True)
-    added = statistics.median(gates) - statistics.median(loops)
+            small, _ = gate(url, queries, Path(directory, f"small{turn}"), options.concurrency, "--max-queries", "2")
+            fixed.append(small - 2 * options.latency)
+            loop, loop_cpu = plain_loop(url, options.queries, options.concurrency)
+            whole, whole_cpu = gate(url, queries, Path(directory, f"out{turn}"), options.concurrency)
+            shares.append(100 * (whole - loop) / loop)
+            print(
+                f"loop {loop:.2f} s (CPU {loop_cpu:.2f} s), gate {whole:.2f} s (CPU {whole_cpu:.2f} s): "
+                f"{shares[-1]:+.1f}%; start and end alone {fixed[-1]:.2f} s",
+                flush=True,
+            )
     print(
         f"{2 * options.queries} requests, {options.concurrency} in flight, {options.latency:g} s each: the gate adds "
-        f"{added:.2f} s, {100 * added / statistics.median(loops):.1f}%"
+        f"{statistics.median(shares):.1f}% ({min(shares):.1f} to {max(shares):.1f}), its start and end alone "
+        f"{statistics.median(fixed):.2f} s"
     )
 
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import io
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 
-from eval_gate.arms.records import write_atomic
 from eval_gate.commands.options import AsJson
-from eval_gate.report.html import render_html
-from eval_gate.report.junit import render_junit
-from eval_gate.report.markdown import render_markdown
-from eval_gate.report.terminal import print_verdict
-from eval_gate.verdict import Verdict
 from trace_serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from eval_gate.verdict import Verdict
 
 
 class Format(StrEnum):
@@ -37,6 +33,8 @@ def load_verdict(results: Path) -> Verdict:
     Raises:
         ConfigError: there is none, or it is not one.
     """
+    from eval_gate.verdict import Verdict
+
     path = results / "verdict.json" if results.is_dir() else results
     try:
         return Verdict.model_validate_json(path.read_bytes())
@@ -57,6 +55,14 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Render the verdict of an earlier run. The signature is not checked here; `verify` does that."""
+    from rich.console import Console
+
+    from eval_gate.arms.records import write_atomic
+    from eval_gate.report.html import render_html
+    from eval_gate.report.junit import render_junit
+    from eval_gate.report.markdown import render_markdown
+    from eval_gate.report.terminal import print_verdict
+
     verdict = load_verdict(results)
     form = Format.JSON if as_json else form
     if form is Format.TERMINAL:
