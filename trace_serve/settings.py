@@ -42,6 +42,24 @@ class Settings(BaseSettings):
     )
     engine_log: Path | None = Field(None, description="file for the engine's output")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = Field("json", description="how log lines are written to standard error")
+    engine_metrics: bool = Field(True, description="start the engine with its own metrics and show them on /metrics")
+    otel_endpoint: str | None = Field(
+        None, pattern=r"^https?://[^\s]+$", description="base URL of an OTLP/HTTP collector; default: OTEL_ variables"
+    )
+    request_log: Path | None = Field(None, description="file of requests and answers that eval-gate can replay")
+    request_log_redact: str | None = Field(
+        None, min_length=1, description="presidio, module:function, or none to write texts as they are"
+    )
+    request_log_share: float = Field(1.0, gt=0, le=1, description="share of conversations that are recorded")
+    request_log_max_bytes: int = Field(
+        1 << 28,
+        ge=4096,
+        le=1 << 30,
+        description="size at which the request log is rotated; the gate reads 1 GiB at most",
+    )
+    request_log_files: int = Field(5, ge=1, le=1000, description="files of the request log that are kept")
+    request_log_queue: int = Field(4096, ge=1, le=1 << 20, description="records that may wait to be written")
 
     max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="larger request bodies are refused with 413")
     body_timeout_s: float = Field(30.0, gt=0, le=3600, description="time a client has to send its request body")

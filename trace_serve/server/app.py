@@ -114,7 +114,7 @@ def create_app(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(await front.render_metrics(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await front.metrics_page.render(), media_type=CONTENT_TYPE_LATEST)
 
     @app.exception_handler(ApiError)
     async def refuse(_: Request, error: ApiError) -> Response:

@@ -50,6 +50,8 @@ class EngineClient:
             connector=connector, timeout=timeout, auto_decompress=False, headers={"accept-encoding": "identity"}
         )
         self._aborts: set[asyncio.Task[None]] = set()
+        self.aborted = 0
+        """Requests that an engine was told to drop."""
 
     async def post(self, engine: EngineView, path: str, payload: dict[str, Any]) -> aiohttp.ClientResponse:
         """Sends a request and returns when headers have come; the caller closes the answer."""
@@ -74,6 +76,23 @@ class EngineClient:
             raise ValueError(f"{path}: got {type(parsed).__name__}, expected a JSON object")
         return parsed
 
+    async def get_text(self, url: str, api_key: str, path: str, *, timeout_s: float, max_bytes: int) -> str:
+        """GETs a text in UTF-8.
+
+        Raises:
+            aiohttp.ClientError, TimeoutError: no answer, or not status 200.
+            ValueError: longer than `max_bytes`, or not UTF-8.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {"authorization": f"Bearer {api_key}"}
+        body = bytearray()
+        async with self._session.get(url + path, headers=headers, timeout=timeout, raise_for_status=True) as answer:
+            async for chunk in answer.content.iter_any():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise ValueError(f"{path}: more than {max_bytes} bytes")
+        return body.decode("utf-8")
+
     async def post_json(
         self, engine: EngineView, path: str, payload: dict[str, Any], *, timeout_s: float
     ) -> dict[str, Any]:
@@ -93,6 +112,7 @@ class EngineClient:
 
     def abort(self, engine: EngineView, rid: str) -> None:
         """Tells the engine, in the background, to drop a request."""
+        self.aborted += 1
         task = asyncio.get_running_loop().create_task(self._abort(engine, rid))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)

@@ -17,6 +17,7 @@ from trace_serve.server.engine_client import EngineClient
 from trace_serve.server.errors import ApiError, unauthorized, unavailable
 from trace_serve.server.flight import Flight
 from trace_serve.server.metrics import Metrics
+from trace_serve.server.metrics_page import MetricsPage
 from trace_serve.server.service import EngineFactory, Service
 from trace_serve.server.services import Services
 from trace_serve.settings import Settings
@@ -45,6 +46,7 @@ class FrontEnd:
     ) -> None:
         self.settings = settings
         self.metrics = Metrics()
+        self.metrics_page = MetricsPage(self, engine_metrics=settings.engine_metrics)
         self.admission = Admission(
             max_in_flight=settings.max_in_flight,
             max_queue=settings.max_queue,
@@ -77,6 +79,12 @@ class FrontEnd:
     def draining(self) -> bool:
         return self._draining
 
+    @property
+    def accepts(self) -> bool:
+        """Whether a request that comes now is taken, as readiness says it."""
+        active = None if self._services is None else self._services.active
+        return active is not None and active.ready and not self._draining
+
     async def open(self) -> None:
         """Begins to start the engine; returns at once, so that liveness answers while the model loads."""
         self._client = EngineClient(idle_s=self.settings.upstream_idle_s)
@@ -93,6 +101,7 @@ class FrontEnd:
             await self._services.stop()
         if self._client is not None:
             await self._client.close()
+        self.metrics_page.close()
 
     def begin_drain(self, *, now: bool = False) -> None:
         """Accepts nothing more; what runs may finish until the deadline, then it is cut with an error.
@@ -150,21 +159,6 @@ class FrontEnd:
         """What an answer says that no engine had a part in: the active policy, if there is one."""
         active = None if self._services is None else self._services.active
         return {} if active is None else dict(active.headers())
-
-    async def render_metrics(self) -> bytes:
-        """Prometheus text; the scheduler's load is asked for at scrape time, with a short limit."""
-        metrics, active = self.metrics, self.services.active
-        running, waiting = (float("nan"), float("nan")) if active is None else await active.load()
-        metrics.engine_running.set(running)
-        metrics.engine_waiting.set(waiting)
-        metrics.in_flight.set(self.admission.in_flight)
-        metrics.queued.set(self.admission.queued)
-        metrics.ready.set(float(active is not None and active.ready and not self._draining))
-        metrics.restarts.set(0 if active is None else active.supervisor.restarts)
-        metrics.policy.clear()
-        for service in self.services:
-            service.authorization.describe(metrics.policy)
-        return metrics.render()
 
     def _give_up(self, error: TraceServeError) -> None:
         self.failure = error

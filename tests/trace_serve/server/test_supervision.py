@@ -99,7 +99,7 @@ def test_a_lost_engine_is_noticed_its_requests_fail_and_it_is_replaced(
     watched: Running, harm: Callable[[Running], None]
 ) -> None:
     background = Background(watched)
-    old, restarts = watched.engine()["pid"], gauge(watched, "engine_restarts")
+    old, restarts = watched.engine()["pid"], gauge(watched, "engine_restarts_total")
     harm(watched)
     assert seconds_until(lambda: not ready(watched), 5) < 5
     refused = httpx.post(watched.url + CHAT, json={"messages": [{"role": "user", "content": "hi"}]})
@@ -111,7 +111,7 @@ def test_a_lost_engine_is_noticed_its_requests_fail_and_it_is_replaced(
     assert not Path(f"/proc/{old}").exists()
     body = {"messages": [{"role": "user", "content": "tokens=1"}]}
     assert httpx.post(watched.url + CHAT, json=body).status_code == 200
-    assert gauge(watched, "engine_restarts") == restarts + 1
+    assert gauge(watched, "engine_restarts_total") == restarts + 1
 
 
 def test_a_quarantined_engine_is_not_ready_and_not_restarted(watched: Running) -> None:
