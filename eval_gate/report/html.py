@@ -9,10 +9,11 @@ import json
 from pathlib import Path
 
 from eval_gate.report import format as fmt
+from eval_gate.report.drift import drift_section
 from eval_gate.report.html_flips import SCRIPT, flips_section
 from eval_gate.report.path_plot import path_section
 from eval_gate.report.plot import gap_plot
-from eval_gate.verdict import Comparison, Verdict
+from eval_gate.verdict import ArmSummary, Comparison, Verdict
 
 _STYLE = Path(__file__).with_name("style.css")
 _SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
@@ -41,6 +42,7 @@ def render_html(verdict: Verdict) -> str:
             _suites(verdict),
             _kinds(verdict),
             f'<div class="columns">{_matrix(verdict.overall)}{_arms(verdict)}</div>',
+            drift_section(verdict),
             flips_section(verdict),
             _provenance(verdict),
             f"</main><script>{SCRIPT}</script></body></html>\n",
@@ -155,12 +157,17 @@ def _arms(verdict: Verdict) -> str:
         ("wrong", one.failed, two.failed),
         ("cut at the token limit", one.truncated, two.truncated),
         ("one token repeated", one.degenerate, two.degenerate),
+        ("tokens an answer", _mean(one), _mean(two)),
         ("requests made", one.attempts, two.attempts),
     ]
     for kind in sorted(set(one.unscored) | set(two.unscored)):
         rows.append((f"error: {kind}", one.unscored.get(kind, 0), two.unscored.get(kind, 0)))
     body = "".join(f"<tr><td>{_text(name)}</td><td>{a}</td><td>{b}</td></tr>" for name, a, b in rows)
     return f"<section><h2>Arms</h2><table><tr><th></th><th>training</th><th>serving</th></tr>{body}</table></section>"
+
+
+def _mean(arm: ArmSummary) -> str:
+    return "unknown" if arm.mean_completion_tokens is None else f"{arm.mean_completion_tokens:.1f}"
 
 
 def _provenance(verdict: Verdict) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from eval_gate.report.drift import token_place
+from eval_gate.report.text import first_token
 from eval_gate.verdict import FlippedQuery, Verdict
 
 SCRIPT = Path(__file__).with_name("filter.js").read_text(encoding="utf-8")
@@ -19,8 +21,15 @@ def flips_section(verdict: Verdict) -> str:
     flips = verdict.flipped[:MAX_SHOWN]
     if not flips:
         return '<section id="none"><h2>Flipped queries</h2><div class="soft">none</div></section>'
-    rest = len(verdict.flipped) - len(flips)
-    more = f'<div class="soft">and {rest} more in verdict.json</div>' if rest else ""
+    total = len(verdict.flipped) + verdict.flipped_left_out
+    more = "".join(
+        f'<div class="soft">and {count} more in {where}</div>'
+        for count, where in (
+            (len(verdict.flipped) - len(flips), "verdict.json"),
+            (verdict.flipped_left_out, "results.jsonl alone"),
+        )
+        if count
+    )
     controls = "".join(
         [
             _select("direction", "lost and gained", ("lost", "gained")),
@@ -31,20 +40,9 @@ def flips_section(verdict: Verdict) -> str:
         ]
     )
     return (
-        f'<section id="flips"><h2>Flipped queries ({len(verdict.flipped)})</h2>'
+        f'<section id="flips"><h2>Flipped queries ({total})</h2>'
         f'<div class="controls" hidden>{controls}</div>{"".join(map(_flip, flips))}{more}</section>'
     )
-
-
-def first_token(text: str, place: int) -> tuple[str, str, str]:
-    """Text before, in and after the token at a place, cut at white space."""
-    start = place
-    while start > 0 and not text[start - 1].isspace():
-        start -= 1
-    end = max(place, start)
-    while end < len(text) and not text[end].isspace():
-        end += 1
-    return text[:start], text[start:end], text[end:]
 
 
 def _select(name: str, everything: str, values: Sequence[str]) -> str:
@@ -53,12 +51,14 @@ def _select(name: str, everything: str, values: Sequence[str]) -> str:
 
 
 def _flip(flip: FlippedQuery) -> str:
+    where = token_place(flip)
+    parted = "" if where is None else f'<div class="soft place">{escape(where)}</div>'
     data = f'data-direction="{flip.direction}" data-suite="{escape(flip.suite)}" data-kind="{escape(flip.kind)}"'
     return (
         f'<details {data}><summary><span class="{flip.direction}-tag">{flip.direction}</span> '
         f'<b>{escape(flip.id)}</b> <span class="soft">{escape(flip.suite)}, {escape(flip.kind)}; '
         f"expected {escape(flip.expected)}</span></summary>"
-        f"<pre>{escape(flip.prompt)}</pre>"
+        f"<pre>{escape(flip.prompt)}</pre>{parted}"
         f'<div class="side"><div><span class="soft">training</span>{_answer(flip.training_answer, flip)}</div>'
         f'<div><span class="soft">serving</span>{_answer(flip.serving_answer, flip)}</div></div></details>'
     )

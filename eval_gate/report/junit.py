@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 
+from eval_gate.report import drift
 from eval_gate.report import format as fmt
 from eval_gate.stats.rule import Outcome
-from eval_gate.verdict import SuiteResult, Verdict
+from eval_gate.verdict import FlippedQuery, SuiteResult, Verdict
+
+MAX_IDS = 50
 
 
 def render_junit(verdict: Verdict) -> str:
@@ -15,11 +19,12 @@ def render_junit(verdict: Verdict) -> str:
     BLOCK is a failure and INCONCLUSIVE an error, so that neither looks like success. A case named `gate` carries the
     outcome of the whole, which may have another cause than a suite's gap.
     """
-    cases = [("gate", verdict.outcome, "\n".join((*verdict.reasons, *verdict.labels)), verdict.reasons[0])]
+    said = (*verdict.reasons, *verdict.labels, *drift.sentences(verdict))
+    cases = [("gate", verdict.outcome, "\n".join(said), verdict.reasons[0])]
     for suite in verdict.suites:
         found = suite.comparison
         message = f"gap {fmt.points(found.gap)} points, interval {fmt.interval(found.lower, found.upper)}"
-        cases.append((f"suite {suite.suite}", suite.outcome, _details(suite), message))
+        cases.append((f"suite {suite.suite}", suite.outcome, _details(suite, verdict.flipped), message))
     failures = sum(outcome is Outcome.BLOCK for _, outcome, _, _ in cases)
     errors = sum(outcome is Outcome.INCONCLUSIVE for _, outcome, _, _ in cases)
     name = verdict.policy_name or verdict.serving_evidence.source
@@ -30,6 +35,9 @@ def render_junit(verdict: Verdict) -> str:
         "testsuite",
         {"name": _xml(name), **counts, "skipped": "0", "timestamp": f"{verdict.created:%Y-%m-%dT%H:%M:%S}"},
     )
+    properties = ET.SubElement(group, "properties")
+    for key, value in _properties(verdict).items():
+        ET.SubElement(properties, "property", {"name": key, "value": _xml(value)})
     for title, outcome, details, message in cases:
         case = ET.SubElement(group, "testcase", {"name": _xml(title), "classname": "eval_gate", "time": "0"})
         if outcome is Outcome.PASS:
@@ -41,7 +49,30 @@ def render_junit(verdict: Verdict) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _details(suite: SuiteResult) -> str:
+def _properties(verdict: Verdict) -> dict[str, str]:
+    """What was judged, for a reader who has this file alone."""
+    digests = {name: value for name, value in verdict.subjects.model_dump().items() if value is not None}
+    facts = {
+        "recipe_id": verdict.recipe_id,
+        "policy_version": verdict.policy_version,
+        "expires": f"{verdict.expires:%Y-%m-%dT%H:%M:%SZ}",
+        **{f"digest.{name}": value for name, value in digests.items()},
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _details(suite: SuiteResult, flipped: Sequence[FlippedQuery]) -> str:
+    found = suite.comparison
+    lines = [_numbers(suite)]
+    for direction, total in (("lost", found.only_training), ("gained", found.only_serving)):
+        ids = [flip.id for flip in flipped if flip.suite == suite.suite and flip.direction == direction][:MAX_IDS]
+        if ids:
+            more = f" and {total - len(ids)} more" if total > len(ids) else ""
+            lines.append(f"{direction}: {', '.join(ids)}{more}")
+    return "\n".join(lines)
+
+
+def _numbers(suite: SuiteResult) -> str:
     found = suite.comparison
     return (
         f"{found.scored} of {found.n} queries scored; training {fmt.percent(found.training_pass_rate)}, serving "

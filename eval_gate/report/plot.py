@@ -6,6 +6,7 @@ from collections.abc import Callable
 from html import escape
 
 from eval_gate.report import format as fmt
+from eval_gate.report.text import clipped
 from eval_gate.verdict import Comparison, Verdict
 
 _WIDTH = 720
@@ -46,7 +47,7 @@ def gap_plot(verdict: Verdict) -> str:
 
 def _row(name: str, found: Comparison, y: float, x: Callable[[float], float], *, overall: bool) -> list[str]:
     style = "all" if overall else "kind"
-    parts = [f'<text class="label {style}" x="{_LEFT - 14}" y="{y + 4:.1f}">{escape(name)}</text>']
+    parts = [f'<text class="label {style}" x="{_LEFT - 14}" y="{y + 4:.1f}">{escape(clipped(name, 20))}</text>']
     if found.gap is None or found.lower is None or found.upper is None:
         return [*parts, f'<text class="tick" x="{_LEFT + 60}" y="{y + 4:.1f}">{fmt.NOT_SCORED}</text>']
     title = f"{escape(name)}: {fmt.points(found.gap)} {fmt.interval(found.lower, found.upper)}"

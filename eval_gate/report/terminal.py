@@ -9,7 +9,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from eval_gate.report import drift
 from eval_gate.report import format as fmt
+from eval_gate.report.text import clipped, excerpt, one_line
 from eval_gate.stats.rule import Outcome
 from eval_gate.verdict import FlippedQuery, Verdict
 
@@ -25,18 +27,20 @@ def print_verdict(verdict: Verdict, console: Console, *, flipped: int = 5) -> No
         console.print(_suites(verdict))
     if verdict.looks:
         console.print(_looks(verdict))
+    for sentence in drift.sentences(verdict):
+        console.print(Text(sentence))
     if verdict.flipped and flipped:
         console.print(_flips(verdict, flipped))
 
 
 def _headline(verdict: Verdict) -> Panel:
     colour = COLOURS[verdict.outcome]
-    lines = [Text(verdict.reasons[0], style="bold")]
-    lines += [Text(reason) for reason in verdict.reasons[1:]]
-    lines += [Text(label, style="yellow") for label in verdict.labels]
+    lines = [Text(one_line(verdict.reasons[0]), style="bold")]
+    lines += [Text(one_line(reason)) for reason in verdict.reasons[1:]]
+    lines += [Text(one_line(label), style="yellow") for label in verdict.labels]
     name = verdict.policy_name or verdict.serving_evidence.source
     version = f" {verdict.policy_version}" if verdict.policy_version else ""
-    title = f"[bold {colour}]{verdict.outcome}[/]  {escape(name + version)}"
+    title = f"[bold {colour}]{verdict.outcome}[/]  {escape(one_line(name + version))}"
     return Panel(Group(*lines), title=title, title_align="left", border_style=colour)
 
 
@@ -113,7 +117,7 @@ def _looks(verdict: Verdict) -> Table:
 
 
 def _flips(verdict: Verdict, limit: int) -> Table:
-    rest = len(verdict.flipped) - limit
+    rest = len(verdict.flipped) + verdict.flipped_left_out - limit
     table = Table(
         title="flipped queries",
         title_justify="left",
@@ -125,19 +129,20 @@ def _flips(verdict: Verdict, limit: int) -> Table:
         table.add_column(column, overflow="fold")
     for flip in verdict.flipped[:limit]:
         table.add_row(
-            Text(f"{flip.id} ({flip.direction})"),
-            Text(_one_line(flip.expected)),
+            _name(flip),
+            Text(clipped(one_line(flip.expected), 160)),
             _answer(flip, flip.training_answer),
             _answer(flip, flip.serving_answer),
         )
     return table
 
 
+def _name(flip: FlippedQuery) -> Text:
+    name = Text(f"{clipped(one_line(flip.id), 60)} ({flip.direction})")
+    found = flip.first_different_token
+    return name if found is None else name.append(f"\nfrom token {found.index}", "dim")
+
+
 def _answer(flip: FlippedQuery, answer: str) -> Text:
-    head, tail = answer[: flip.first_difference], answer[flip.first_difference :]
-    return Text.assemble(_one_line(head), (_one_line(tail), "bold reverse"))
-
-
-def _one_line(text: str) -> str:
-    shown = "".join(char if char.isprintable() else "␤" if char == "\n" else "�" for char in text)
-    return shown if len(shown) <= 160 else shown[:160] + "…"
+    head, token, tail = excerpt(answer, flip.first_difference)
+    return Text.assemble(head, (token, "bold reverse"), (tail, "bold"))

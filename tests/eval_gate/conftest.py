@@ -182,21 +182,29 @@ def engine_report() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def make_verdict(engine_report: Callable[..., dict[str, Any]]) -> Callable[..., Verdict]:
-    """Builds a verdict over `match` equal pairs and `lost` lost ones."""
+    """Builds a verdict over `match` equal pairs and `lost` lost ones; words are the tokens, where there are tokens."""
 
     def build(
-        match: int = 200, lost: int = 1, serving_digest: str | None = DIGEST_B, answer: str = "no", **policy: Any
+        match: int = 200,
+        lost: int = 1,
+        serving_digest: str | None = DIGEST_B,
+        answer: str = "no",
+        prompt: str = "2 + 2?",
+        tokens: bool = False,
+        **policy: Any,
     ) -> Verdict:
         queries, samples = [], []
         for number in range(match + lost):
             raw = {
                 "id": f"q{number}",
                 "kind": "sums",
-                "prompt": "2 + 2?",
+                "prompt": prompt,
                 "checker": {"type": "exact", "expected": "yes"},
             }
             queries.append(Query.model_validate(raw))
             for role, right in ((Role.TRAINING, True), (Role.SERVING, number < match)):
+                text = "yes" if right else answer
+                entries = [{"token": word, "logprob": -0.5} for word in text.split(" ")]
                 samples.append(
                     SampleRecord(
                         key=f"{role}{number}",
@@ -204,7 +212,8 @@ def make_verdict(engine_report: Callable[..., dict[str, Any]]) -> Callable[..., 
                         role=role,
                         sample=0,
                         request={},
-                        text="yes" if right else answer,
+                        response={"choices": [{"logprobs": {"content": entries}}]} if tokens else None,
+                        text=text,
                         finish_reason="stop",
                         passed=right,
                         attempts=1,

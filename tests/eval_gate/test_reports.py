@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from junitparser import JUnitXml
+from markdown_it import MarkdownIt
 from rich.console import Console
 
 from eval_gate.report.html import render_html
-from eval_gate.report.html_flips import first_token
 from eval_gate.report.junit import render_junit
 from eval_gate.report.markdown import render_markdown
 from eval_gate.report.terminal import print_verdict
+from eval_gate.report.text import first_token
 from eval_gate.verdict import Verdict
 
 HOSTILE = "</pre><script src=//evil.example>alert(1)</script><img src=x onerror=alert(1)> \x1b[31m [bold]|`"
@@ -89,6 +90,92 @@ def test_hostile_answers_reach_the_terminal_as_text_not_as_control(make_verdict:
     assert "[bold]" in printed(verdict)
 
 
+def test_hostile_answers_make_no_markup_links_or_mentions_in_markdown(make_verdict: Callable[..., Verdict]) -> None:
+    answer = (
+        HOSTILE
+        + " **b** [l](http://evil.example) http://evil.example www.evil.example @all &lt; $x$ :smile:\n\n# h\n- l"
+    )
+    verdict = make_verdict(match=100, lost=20, answer=answer)
+    text = render_markdown(verdict)
+    assert "\x1b" not in text
+    # GitHub makes links and mentions of these where they stand unescaped.
+    assert not re.search(r"http:|https:|www\.|(?<!\\)@", text)
+    parsed = MarkdownIt("gfm-like", {"html": True, "linkify": False}).parse(text)
+    tokens = [token for block in parsed for token in (block, *(block.children or ()))]
+    tags = {token.content for token in tokens if token.type == "html_inline"}
+    assert tags == {"<b>", "</b>"}
+    blocks = [token.content for token in tokens if token.type == "html_block"]
+    assert [block.split(">")[0] for block in blocks] == ["<details", "</details"]
+    assert not {token.type for token in tokens} & {"link_open", "image", "code_block", "fence", "hr"}
+    assert [token.tag for token in tokens if token.type == "heading_open"] == ["h2"]
+    cells = [token for token in tokens if token.type == "td_open"]
+    assert len(cells) % 20 == (8 * 2 + 6 * 2 + 2 * 5) % 20
+
+
+def test_the_token_drift_is_in_every_report(make_verdict: Callable[..., Verdict]) -> None:
+    verdict = make_verdict(match=90, lost=30, answer="no way", tokens=True)
+    assert verdict.divergence is not None
+    said = "tokens part in 30 of 120 pairs of answers (25.0%)"
+    markdown = render_markdown(verdict).replace("\\", "")
+    for text in (printed(verdict), render_html(verdict), markdown, render_junit(verdict)):
+        assert said in text
+        assert "tokens an answer: training 1.0, serving 1.2" in text
+    assert "first different token: 0, training “yes”, serving “no”" in render_html(verdict)
+    assert "0: “yes” / “no”" in markdown
+    assert "from token 0" in printed(verdict)
+
+
+def test_without_recorded_tokens_the_page_says_so_and_the_rest_is_silent(make_verdict: Callable[..., Verdict]) -> None:
+    verdict = make_verdict(match=90, lost=30)
+    assert "not recorded" in render_html(verdict)
+    for text in (printed(verdict), render_markdown(verdict), render_junit(verdict)):
+        assert "tokens part" not in text
+
+
+def test_a_sampled_run_says_that_answers_part_by_chance_too(make_verdict: Callable[..., Verdict]) -> None:
+    verdict = make_verdict(lost=3, tokens=True, temperature=0.7)
+    for text in (printed(verdict), render_html(verdict), render_markdown(verdict)):
+        assert "temperature 0.7: answers part by chance too" in text
+
+
+def test_long_answers_are_shown_around_their_first_difference(make_verdict: Callable[..., Verdict]) -> None:
+    verdict = make_verdict(match=100, lost=20)
+    flip = verdict.flipped[0]
+    head = "the same words again and again " * 40
+    changes = {"training_answer": head + "YES then", "serving_answer": head + "NO then", "first_difference": len(head)}
+    long = verdict.model_copy(update={"flipped": (flip.model_copy(update=changes),)})
+    for text in (printed(long), render_markdown(long)):
+        assert "YES" in text
+        assert "NO" in text
+        assert text.count("again and again") <= 4
+
+
+def test_thousands_of_flips_stay_readable_and_are_counted(make_verdict: Callable[..., Verdict]) -> None:
+    verdict = make_verdict(match=10, lost=2200, prompt="long " * 2000, answer="no " * 1500)
+    assert verdict.flipped_left_out > 0
+    assert len(verdict.flipped) + verdict.flipped_left_out == 2200
+    assert len(verdict.model_dump_json()) < 20 << 20
+    page = render_html(verdict)
+    assert "Flipped queries (2200)" in page
+    assert page.count("<details") + verdict.flipped_left_out + max(0, len(verdict.flipped) - 2000) == 2200
+    assert f"and {verdict.flipped_left_out} more in results.jsonl alone" in page
+    assert "first 20 of 2200" in render_markdown(verdict)
+    assert "and 2195 more in the report" in printed(verdict)
+    assert len(render_markdown(verdict)) < 100_000
+
+
+def test_answers_of_other_lengths_are_said_in_every_report(make_verdict: Callable[..., Verdict]) -> None:
+    verdict = make_verdict()
+    lengths = {
+        role: getattr(verdict, role).model_copy(update={"mean_completion_tokens": tokens})
+        for role, tokens in (("training", 10.0), ("serving", 30.0))
+    }
+    for text in (printed(long := verdict.model_copy(update=lengths)), render_html(long), render_junit(long)):
+        assert "answers of other lengths: 10.0 tokens from the training arm, 30.0 from" in " ".join(text.split())
+    close = lengths["training"].model_copy(update={"mean_completion_tokens": 14.0})
+    assert verdict.model_copy(update={**lengths, "serving": close}).labels == ()
+
+
 def test_the_plot_has_a_row_a_kind_and_stays_inside(make_verdict: Callable[..., Verdict]) -> None:
     page = render_html(make_verdict(match=3, lost=60))
     plot = page[page.index("<svg") : page.index("</svg>")]
@@ -148,7 +235,7 @@ def test_junit_counts_block_as_failure_and_inconclusive_as_error(
 ) -> None:
     root = ET.fromstring(render_junit(make_verdict(**build)))
     (group,) = root
-    assert [case.get("name") for case in group] == ["gate", "suite default"]
+    assert [case.get("name") for case in group.findall("testcase")] == ["gate", "suite default"]
     for element in (root, group):
         assert [element.get(name) for name in ("tests", "failures", "errors")] == ["2", str(failures), str(errors)]
     assert len(group.findall("testcase/failure")) == failures
@@ -161,7 +248,12 @@ def test_junit_is_what_the_jenkins_schema_allows(make_verdict: Callable[..., Ver
     root = ET.fromstring(render_junit(hostile))
     allowed = {
         "testsuites": ({"name", "tests", "failures", "errors", "time"}, {"testsuite"}),
-        "testsuite": ({"name", "tests", "failures", "errors", "skipped", "time", "timestamp"}, {"testcase"}),
+        "testsuite": (
+            {"name", "tests", "failures", "errors", "skipped", "time", "timestamp"},
+            {"properties", "testcase"},
+        ),
+        "properties": (set(), {"property"}),
+        "property": ({"name", "value"}, set()),
         "testcase": ({"name", "classname", "time"}, {"failure", "error", "system-out"}),
         "failure": ({"message", "type"}, set()),
         "error": ({"message", "type"}, set()),
@@ -172,6 +264,17 @@ def test_junit_is_what_the_jenkins_schema_allows(make_verdict: Callable[..., Ver
         assert set(element.keys()) <= attributes
         assert {child.tag for child in element} <= children
     assert root[0].get("name") == "a\ufffd\ufffd<&\ufffd"
+
+
+def test_junit_names_what_was_judged_and_what_flipped(make_verdict: Callable[..., Verdict]) -> None:
+    verdict = make_verdict(match=100, lost=60)
+    (suite,) = JUnitXml.fromstring(render_junit(verdict).encode())
+    facts = {one.name: one.value for one in suite.properties()}
+    assert facts["digest.results"] == verdict.subjects.results
+    assert facts["recipe_id"] == verdict.recipe_id
+    _, default = suite
+    assert "lost: q100, q101, " in default.result[0].text
+    assert default.result[0].text.endswith(", q149 and 10 more")
 
 
 def test_junit_is_read_by_another_program(make_verdict: Callable[..., Verdict]) -> None:
