@@ -16,6 +16,7 @@ from trace_serve.server.engine_client import EngineClient, EngineView
 from trace_serve.server.errors import ApiError
 
 T = TypeVar("T")
+EOF_GRACE_S = 1.0
 
 
 class ClientGoneError(Exception):
@@ -44,10 +45,12 @@ class Flight:
         self.upstream: aiohttp.ClientResponse | None = None
         self.sent = False
         self.complete = False
+        self.metadata: dict[str, Any] | None = None
         self._client = client
         self._receive = receive
-        self._cut = asyncio.Event()
-        self._cut_error: ApiError | None = None
+        self._ended: ApiError | ClientGoneError | None = None
+        self._stage: asyncio.Task[Any] | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._closed = False
         self._inside: set[Flight] | None = None
 
@@ -58,31 +61,38 @@ class Flight:
 
     def cut(self, error: ApiError) -> None:
         """Ends the request with an error as soon as the event loop gets to it."""
-        if self._cut_error is None:
-            self._cut_error = error
-            self._cut.set()
+        self._end(error)
+
+    def client_stalled(self) -> None:
+        """Ends the request as if its client had left."""
+        self._end(ClientGoneError())
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs one stage of the request, and stops it when the client leaves or the request is cut.
+
+        The stage runs in the request's own task and is cancelled from outside, as by `asyncio.timeout`: one task that
+        listens for the client serves all stages.
 
         Raises:
             ClientGoneError: the client left first.
             ApiError: the request was cut, or the work raised it.
         """
-        task = asyncio.create_task(work)
-        gone = asyncio.create_task(self._wait_until_gone())
-        cut = asyncio.create_task(self._cut.wait())
+        if self._ended is not None:
+            work.close()
+            raise self._ended
+        if self._watcher is None:
+            self._watcher = asyncio.create_task(self._wait_until_gone())
+        self._stage = stage = asyncio.current_task()
         try:
-            await asyncio.wait({task, gone, cut}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if self._cut_error is not None:
-                raise self._cut_error
-            raise ClientGoneError
+            return await work
+        except asyncio.CancelledError:
+            if self._ended is None or stage is None:
+                raise
+            if stage.uncancel() > 0:
+                raise  # something else cancelled the task as well
+            raise self._ended from None
         finally:
-            for each in (task, gone, cut):
-                each.cancel()
-            await asyncio.gather(task, gone, cut, return_exceptions=True)
+            self._stage = None
 
     def close(self) -> None:
         """Closes upstream, frees the place, and has the engine drop an unfinished request."""
@@ -92,15 +102,25 @@ class Flight:
         if self._inside is not None:
             self._inside.discard(self)
         if self.upstream is not None:
-            if self.complete:
+            if not self.complete:
+                self.upstream.close()
+            elif self.upstream.content.is_eof():
                 self.upstream.release()
             else:
-                self.upstream.close()
+                # The end of the body follows its last event as a piece of its own; once read, the connection is reused.
+                asyncio.get_running_loop().call_later(EOF_GRACE_S, self.upstream.release)
         if self.sent and not self.complete:
             self._client.abort(self.engine, self.rid)
         if self.ticket is not None:
             self.ticket.release()
 
+    def _end(self, reason: ApiError | ClientGoneError) -> None:
+        if self._ended is None:
+            self._ended = reason
+            if self._stage is not None:
+                self._stage.cancel()
+
     async def _wait_until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._end(ClientGoneError())

@@ -16,7 +16,15 @@ from starlette.types import Receive, Scope, Send
 from trace_serve.server.engine_client import EngineClient
 from trace_serve.server.errors import ApiError, bad_request, engine_failed, engine_silent, unavailable
 from trace_serve.server.flight import ClientGoneError, Flight
-from trace_serve.server.sse import FrameBuffer, FrameError, Inspected, failure_of, inspect_frames, parse_finite
+from trace_serve.server.sse import (
+    FrameBuffer,
+    FrameError,
+    Inspected,
+    failure_of,
+    inspect_frames,
+    is_plain,
+    parse_finite,
+)
 
 ERROR_EVENT_S = 2.0
 """How long a client has to take the error event of a stream that was cut."""
@@ -45,6 +53,7 @@ async def fetch_answer(flight: Flight, client: EngineClient, path: str, payload:
     failure = failure_of(answer)
     if failure is not None:
         raise engine_failed(failure, code="generation_failed")
+    flight.metadata = answer.get("metadata")
     return (orjson.dumps(answer) if changed else body), answer
 
 
@@ -70,7 +79,7 @@ async def open_stream(flight: Flight, client: EngineClient, path: str, payload: 
     while not frames:
         frames = buffer.feed(await _read(upstream, client.idle_s))
     try:
-        first = inspect_frames(frames, parse_all=True)
+        first = inspect_frames(frames, parse_first=True)
     except FrameError as exc:
         raise engine_failed(f"the engine sent a first frame that is {exc}") from exc
     if first.failure is not None and not first.relay:
@@ -104,14 +113,20 @@ class StreamResponse(Response):
         self._finished = finished
         self._usage: dict[str, Any] | None = None
         self._header_sent = False
+        self._loop = asyncio.get_running_loop()
+        self._writing_since: float | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome = "client_gone"
+        self._watch_for_stall()
         try:
             outcome = await self._answer(send)
         except ClientGoneError:
             pass
         finally:
+            if self._stall_timer is not None:
+                self._stall_timer.cancel()
             self._flight.close()
             self._finished(outcome, self._usage)
 
@@ -119,58 +134,61 @@ class StreamResponse(Response):
         try:
             await self._flight.run(self._pump(send))
         except ApiError as error:
-            self._stall_s = min(self._stall_s, ERROR_EVENT_S)
-            await self._write(send, error.event())
-            await self._end(send)
+            try:
+                async with asyncio.timeout(min(self._stall_s, ERROR_EVENT_S)):
+                    await self._write(send, error.event(), last=True)
+            except TimeoutError as exc:
+                raise ClientGoneError from exc
             return error.code or "error"
         return "ok"
 
     async def _pump(self, send: Send) -> None:
-        seen = self._opening.first
-        while True:
-            if seen.usage is not None:
-                self._usage = seen.usage
-            if seen.relay:
-                await self._write(send, seen.relay)
-            if seen.failure is not None:
-                raise engine_failed(seen.failure, code="generation_failed")
-            if seen.done:
-                self._flight.complete = True
-                await self._end(send)
-                return
-            frames = b""
-            while not frames:
-                frames = self._feed(await _read(self._opening.upstream, self._opening.idle_s))
-            seen = self._inspect(frames)
+        await self._pass_on(send, self._opening.first)
+        upstream, buffer, idle_s = self._opening.upstream, self._opening.buffer, self._opening.idle_s
+        while not self._flight.complete:
+            chunk = await _read(upstream, idle_s)
+            try:
+                frames = buffer.feed(chunk)
+                if not frames:
+                    continue
+                seen = None if is_plain(frames) else inspect_frames(frames)
+            except FrameError as exc:
+                raise engine_failed(f"the engine sent a frame that is {exc}") from exc
+            if seen is None:
+                await self._write(send, frames)
+            else:
+                await self._pass_on(send, seen)
 
-    def _feed(self, chunk: bytes) -> bytes:
-        try:
-            return self._opening.buffer.feed(chunk)
-        except FrameError as exc:
-            raise engine_failed(f"the engine sent {exc}") from exc
+    async def _pass_on(self, send: Send, seen: Inspected) -> None:
+        if seen.usage is not None:
+            self._usage = seen.usage
+        if seen.metadata is not None:
+            self._flight.metadata = seen.metadata
+        self._flight.complete = seen.done
+        if seen.relay:
+            await self._write(send, seen.relay, last=seen.done)
+        if seen.failure is not None:
+            raise engine_failed(seen.failure, code="generation_failed")
 
-    def _inspect(self, frames: bytes) -> Inspected:
+    async def _write(self, send: Send, body: bytes, *, last: bool = False) -> None:
+        self._writing_since = self._loop.time()
         try:
-            return inspect_frames(frames)
-        except FrameError as exc:
-            raise engine_failed(f"the engine sent a frame that is {exc}") from exc
-
-    async def _write(self, send: Send, body: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._stall_s):
-                if not self._header_sent:
-                    self._header_sent = True
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        except (TimeoutError, OSError) as exc:
+            if not self._header_sent:
+                self._header_sent = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": body, "more_body": not last})
+        except OSError as exc:
             raise ClientGoneError from exc
+        self._writing_since = None
 
-    async def _end(self, send: Send) -> None:
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (TimeoutError, OSError) as exc:
-            raise ClientGoneError from exc
+    def _watch_for_stall(self) -> None:
+        """One timer for a whole stream: a time-out for each write would cost more than the write."""
+        now = self._loop.time()
+        since = now if self._writing_since is None else self._writing_since
+        if now - since >= self._stall_s:
+            self._flight.client_stalled()
+        else:
+            self._stall_timer = self._loop.call_at(since + self._stall_s, self._watch_for_stall)
 
 
 async def _open(flight: Flight, client: EngineClient, path: str, payload: dict[str, Any]) -> aiohttp.ClientResponse:
@@ -183,7 +201,7 @@ async def _open(flight: Flight, client: EngineClient, path: str, payload: dict[s
         raise engine_failed("the engine cannot be reached", code="engine_unreachable") from exc
     flight.upstream = upstream
     if upstream.status != 200:
-        raise await _refusal(flight, upstream)
+        raise await _refusal(flight, upstream, payload)
     return upstream
 
 
@@ -199,7 +217,7 @@ async def _read(upstream: aiohttp.ClientResponse, idle_s: float) -> bytes:
     return chunk
 
 
-async def _refusal(flight: Flight, upstream: aiohttp.ClientResponse) -> ApiError:
+async def _refusal(flight: Flight, upstream: aiohttp.ClientResponse, payload: dict[str, Any]) -> ApiError:
     """What the engine's status other than 200 means for the client."""
     try:
         text = (await upstream.content.read(65536)).decode("utf-8", "replace")
@@ -211,8 +229,25 @@ async def _refusal(flight: Flight, upstream: aiohttp.ClientResponse) -> ApiError
         message = failure_of(orjson.loads(text)) or text
     message = " ".join(message.split())[:500] or f"status {upstream.status}"
     if upstream.status in (400, 422):
-        param = "max_tokens" if "Requested token count" in message else None
-        return bad_request(message, param=param)
+        return bad_request(message, param=_field_at_fault(message, payload))
+    if "rammar" in message and "response_format" in payload:
+        # SGLang calls a schema that no text can satisfy an error of its own.
+        return bad_request(f"response_format: {message}", param="response_format")
     if upstream.status in (429, 503):
         return unavailable(f"the engine is busy: {message}", code="engine_busy", retry_after_s=1.0)
     return engine_failed(f"the engine answered {upstream.status}: {message}")
+
+
+def _field_at_fault(message: str, payload: dict[str, Any]) -> str | None:
+    """The field that an engine's refusal is about; SGLang itself names none."""
+    prompt = "messages" if "messages" in payload else "prompt"
+    for words, field in (
+        ("Requested token count", "max_tokens"),
+        ("longer than the model's context length", prompt),
+        ("grammar", "response_format"),
+        ("Tool ", "tools"),
+        ("trace_hints", "trace_hints"),
+    ):
+        if words in message and (field in payload or field in ("max_tokens", "trace_hints")):
+            return field
+    return None

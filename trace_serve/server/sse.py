@@ -13,7 +13,9 @@ import orjson
 
 MAX_FRAME_BYTES = 64 << 20
 DONE = b"[DONE]"
-_SUSPECT = (b"error", b"abort", b"NaN", b"Infinity", DONE, b'"usage"')
+_MARKS = (b"error", b"abort", b"NaN", b"Infinity", DONE)
+_KEYS = (b'"usage"', b'"metadata"')
+"""Suspect unless null, which SGLang writes into every chunk."""
 
 
 class FrameError(Exception):
@@ -32,9 +34,11 @@ class FrameBuffer:
         Raises:
             FrameError: one frame is larger than MAX_FRAME_BYTES.
         """
+        if not self._pending and chunk.endswith(b"\n\n"):
+            return chunk
         searched = max(0, len(self._pending) - 3)
         self._pending += chunk
-        end = max(_border(self._pending, b"\n\n", searched), _border(self._pending, b"\r\n\r\n", searched))
+        end = max(_last_border(self._pending, b"\n\n", searched), _last_border(self._pending, b"\r\n\r\n", searched))
         if end == 0:
             if len(self._pending) > MAX_FRAME_BYTES:
                 raise FrameError(f"a frame of more than {MAX_FRAME_BYTES} bytes")
@@ -49,46 +53,61 @@ class Inspected:
     """Attributes:
     relay: bytes to pass on, in order.
     usage: token counts, if a frame carried them.
+    metadata: what the engine said beside its tokens, if a frame carried that.
     done: the stream ended as it should.
     failure: the engine said that the answer failed; nothing after it counts.
     """
 
     relay: bytes
     usage: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
     done: bool = False
     failure: str | None = None
 
 
-def inspect_frames(frames: bytes, *, parse_all: bool = False) -> Inspected:
+def is_plain(frames: bytes) -> bool:
+    """Whether a byte scan finds nothing in a run of whole frames that has to be looked into."""
+    for mark in _MARKS:
+        if mark in frames:
+            return False
+    return not any(_stands(frames, key) for key in _KEYS)
+
+
+def inspect_frames(frames: bytes, *, parse_first: bool = False) -> Inspected:
     """Looks into a run of whole frames. Parses JSON only where a byte scan finds something that may matter.
 
     Args:
         frames: whole frames, borders included.
-        parse_all: parse every frame, as for the first one of a stream.
+        parse_first: parse the first frame that carries data in any case, as for the start of a stream.
 
     Raises:
         FrameError: a frame that was looked into is not JSON.
     """
-    if not parse_all and not any(mark in frames for mark in _SUSPECT):
+    if not parse_first and is_plain(frames):
         return Inspected(frames)
-    relay = bytearray()
+    untouched = 0 if parse_first else _plain_bytes(frames)
+    relay = bytearray(frames[:untouched])
     usage: dict[str, Any] | None = None
-    for frame in _split(frames):
+    metadata: dict[str, Any] | None = None
+    for frame in _split(frames, untouched):
         data = frame_data(frame)
-        if data is None or not (parse_all or any(mark in data for mark in _SUSPECT)):
+        if data is None or not (parse_first or not is_plain(data)):
             relay += frame
             continue
+        parse_first = False
         if data == DONE:
             relay += frame
-            return Inspected(bytes(relay), usage=usage, done=True)
+            return Inspected(bytes(relay), usage=usage, metadata=metadata, done=True)
         answer, changed = parse_finite(data)
         failure = failure_of(answer)
         if failure is not None:
-            return Inspected(bytes(relay), usage=usage, failure=failure)
+            return Inspected(bytes(relay), usage=usage, metadata=metadata, failure=failure)
         if isinstance(answer, dict) and isinstance(answer.get("usage"), dict):
             usage = answer["usage"]
+        if isinstance(answer, dict) and isinstance(answer.get("metadata"), dict):
+            metadata = answer["metadata"]
         relay += b"data: " + orjson.dumps(answer) + b"\n\n" if changed else frame
-    return Inspected(bytes(relay), usage=usage)
+    return Inspected(bytes(relay), usage=usage, metadata=metadata)
 
 
 def frame_data(frame: bytes) -> bytes | None:
@@ -128,14 +147,29 @@ def failure_of(answer: Any) -> str | None:
     return None
 
 
-def _border(data: bytearray, mark: bytes, start: int) -> int:
-    at = data.rfind(mark, start)
+def _last_border(data: bytes | bytearray, mark: bytes, start: int, stop: int | None = None) -> int:
+    at = data.rfind(mark, start, stop)
     return 0 if at < 0 else at + len(mark)
 
 
-def _split(frames: bytes) -> list[bytes]:
+def _stands(data: bytes, key: bytes) -> bool:
+    """Whether a JSON key stands anywhere with a value other than null."""
+    return key in data and data.count(key) != data.count(key + b":null")
+
+
+def _plain_bytes(frames: bytes) -> int:
+    """Length of the leading frames in which a byte scan finds nothing; they need no splitting."""
+    first = min((at for mark in _MARKS if (at := frames.find(mark)) >= 0), default=len(frames))
+    for key in _KEYS:
+        at = frames.find(key, 0, first)
+        while at >= 0 and frames.startswith(b":null", at + len(key)):
+            at = frames.find(key, at + 1, first)
+        first = first if at < 0 else at
+    return max(_last_border(frames, b"\n\n", 0, first), _last_border(frames, b"\r\n\r\n", 0, first))
+
+
+def _split(frames: bytes, start: int) -> list[bytes]:
     out: list[bytes] = []
-    start = 0
     while start < len(frames):
         ends = [at + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (at := frames.find(mark, start)) >= 0]
         end = min(ends, default=len(frames))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trace_serve.server import sse
-from trace_serve.server.sse import FrameBuffer, FrameError, inspect_frames
+from trace_serve.server.sse import FrameBuffer, FrameError, inspect_frames, is_plain
 
 
 def chunk(**fields: object) -> bytes:
@@ -83,3 +83,25 @@ def test_numbers_that_are_not_finite_become_null() -> None:
 def test_a_suspect_frame_that_is_not_json_is_refused() -> None:
     with pytest.raises(FrameError):
         inspect_frames(b"data: {error\n\n")
+
+
+def test_usage_and_metadata_that_are_null_are_not_looked_into() -> None:
+    plain = b'data: {"choices": [], "usage":null, "metadata":null}\n\n'
+    assert is_plain(plain * 3)
+    assert not is_plain(plain * 3 + b'data: {"usage":{"completion_tokens":3}}\n\n')
+    assert not is_plain(plain + b'data: {"usage": null}\n\ndata: {error\n\n')
+
+
+@pytest.mark.parametrize("border", [b"\n\n", b"\r\n\r\n"])
+def test_frames_before_the_first_that_matters_stay_as_they_are(border: bytes) -> None:
+    plain = b'data: {not json, "usage":null}' + border
+    usage = b'data: {"choices": [], "usage":{"completion_tokens":3}}' + border
+    seen = inspect_frames(plain * 2 + usage + b"data: [DONE]" + border)
+    assert seen.relay == plain * 2 + usage + b"data: [DONE]" + border
+    assert (seen.usage, seen.done) == ({"completion_tokens": 3}, True)
+
+
+def test_the_first_frame_of_a_stream_is_parsed_whatever_it_holds() -> None:
+    with pytest.raises(FrameError):
+        inspect_frames(b": comment\n\ndata: {broken\n\n" + STREAM, parse_first=True)
+    assert inspect_frames(STREAM, parse_first=True).relay == STREAM
