@@ -12,6 +12,7 @@ import typer
 from eval_gate.commands.aa import aa
 from eval_gate.commands.attribute import attribute
 from eval_gate.commands.compare import compare
+from eval_gate.commands.completion import PROGRAM, completion
 from eval_gate.commands.convert import convert
 from eval_gate.commands.plan import plan
 from eval_gate.commands.report import report
@@ -24,10 +25,10 @@ UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ i
 """Base of the errors that the argument parser raises; where it lives depends on typer's version."""
 
 app = typer.Typer(
-    name="eval-gate",
+    name=PROGRAM,
     help="Decide whether a policy as served is as good as it was when trained.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
 )
 
@@ -41,6 +42,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     report: "eval-gate report gate --format junit --out junit.xml",
     verify: "eval-gate verify gate/verdict.dsse.json --public-key gate.pub --policy policies/mine",
     convert: "eval-gate convert batch.jsonl queries.jsonl --from openai-batch --answers answers.jsonl",
+    completion: "eval-gate completion bash",
 }
 for command, example in EXAMPLES.items():
     app.command(epilog=f"Example: {example}")(command)
@@ -85,7 +87,7 @@ def keygen(
 def main() -> None:
     """Entry point: every expected error is one line on stderr and an exit code."""
     try:
-        code = app(standalone_mode=False, auto_envvar_prefix=ENVIRONMENT_PREFIX)
+        code = app(prog_name=PROGRAM, standalone_mode=False, auto_envvar_prefix=ENVIRONMENT_PREFIX)
     except UsageError as exc:
         message = " ".join(getattr(exc, "format_message", exc.__str__)().split())
         if message:
