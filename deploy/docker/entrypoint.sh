@@ -1,15 +1,16 @@
 #!/bin/sh
-# Runs trace-serve with every TRACE_SERVE_<NAME>_FILE read into TRACE_SERVE_<NAME>, so that a key comes from a mounted
-# secret and stands in no image, compose file or `docker inspect`.
+# Runs trace-serve with the keys read from the files that TRACE_SERVE_API_KEY_FILE and TRACE_SERVE_ADMIN_KEY_FILE name, so
+# that a key comes from a mounted secret and stands in no image, compose file or `docker inspect`.
 set -eu
 
-for name in $(env | sed -n 's/^\(TRACE_SERVE_[A-Z_]*\)_FILE=.*/\1/p'); do
-  file=$(printenv "${name}_FILE")
+for name in TRACE_SERVE_API_KEY TRACE_SERVE_ADMIN_KEY; do
+  file=$(printenv "${name}_FILE" || true)
+  [ -n "$file" ] || continue
   if [ -n "$(printenv "$name" || true)" ]; then
     echo "error: $name and ${name}_FILE are both set; keep one" >&2
     exit 3
   fi
-  if [ ! -r "$file" ]; then
+  if [ ! -f "$file" ] || [ ! -r "$file" ]; then
     echo "error: ${name}_FILE: $file is not a readable file; mount the secret there" >&2
     exit 3
   fi

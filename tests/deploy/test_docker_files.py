@@ -150,10 +150,11 @@ def enter(environment: dict[str, str], *arguments: str) -> subprocess.CompletedP
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10)
 
 
-def test_the_entrypoint_reads_a_key_from_its_file(fake_command: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["TRACE_SERVE_API_KEY", "TRACE_SERVE_ADMIN_KEY"])
+def test_the_entrypoint_reads_a_key_from_its_file(fake_command: dict[str, str], tmp_path: Path, name: str) -> None:
     (tmp_path / "key").write_text("a secret = $HOME\n")
-    done = enter({**fake_command, "TRACE_SERVE_API_KEY_FILE": str(tmp_path / "key")}, "serve", "/policies/active dir")
-    assert done.stdout.splitlines() == ["serve /policies/active dir", "TRACE_SERVE_API_KEY=a secret = $HOME"]
+    done = enter({**fake_command, f"{name}_FILE": str(tmp_path / "key")}, "serve", "/policies/active dir")
+    assert done.stdout.splitlines() == ["serve /policies/active dir", f"{name}=a secret = $HOME"]
 
 
 def test_the_entrypoint_refuses_a_key_file_that_is_not_there(fake_command: dict[str, str], tmp_path: Path) -> None:
