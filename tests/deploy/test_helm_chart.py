@@ -72,7 +72,8 @@ def test_a_field_that_no_schema_knows_is_found(rendered: dict[str, list[Object]]
         wrong = copy.deepcopy(each)
         wrong["spec" if "spec" in wrong else "metadata"]["misspelt"] = 1
         assert manifests.faults(wrong, manifests.VERSIONS[-1])
-        pods = [node for node in manifests.walk(wrong := copy.deepcopy(each)) if "containers" in node]
+        wrong = copy.deepcopy(each)
+        pods = [node for node in manifests.walk(wrong) if "containers" in node]
         if pods:
             pods[-1]["containers"][0]["misspelt"] = "x"
             assert manifests.faults(wrong, manifests.VERSIONS[-1]), each["kind"]
