@@ -26,6 +26,18 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     api_key: SecretStr | None = Field(None, min_length=8, description="bearer key that clients must send")
+    key_file: Path | None = Field(
+        None, description="API keys, made with `trace-serve keys`; readable by its owner only"
+    )
+    metrics_need_key: bool = Field(False, description="/metrics needs a key with the scope metrics")
+    cors_origins: str = Field(
+        "", description="web origins that may call the server, separated by commas; none by default"
+    )
+    tls_cert: Path | None = Field(None, description="PEM certificate chain; with tls_key the port speaks TLS only")
+    tls_key: Path | None = Field(None, description="PEM private key, readable by its owner only")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM certificates that must have signed a client's certificate"
+    )
     verdict: Path | None = Field(
         None, description="signed verdict; default: <policy>.verdict.dsse.json beside the policy"
     )
@@ -39,6 +51,22 @@ class Settings(BaseSettings):
     hint_ttl_s: float | None = Field(86400.0, gt=0, description="age at which a hint file is removed")
     hint_dir_max_bytes: int | None = Field(
         1 << 36, ge=1 << 20, description="the oldest hint files are removed while all of them are larger than this"
+    )
+    registry: Path | None = Field(None, description="directory of policies that the admin API may activate")
+    state_dir: Path | None = Field(
+        None, description="audit log, digests and shadow answers; default: .trace-serve in the registry"
+    )
+    admin_port: int | None = Field(None, ge=0, le=65535, description="port of the admin API; without it there is none")
+    admin_host: str = Field("127.0.0.1", min_length=1, description="address of the admin API")
+    admin_key: SecretStr | None = Field(None, min_length=16, description="bearer key of the admin API")
+    web_pages: bool = Field(True, description="serve the page that tries the policy at / and the API's at /docs")
+    rollout_max_count: int = Field(1024, ge=1, le=1 << 20, description="records of recent rollouts that are kept")
+    rollout_max_bytes: int = Field(1 << 28, ge=1 << 16, le=1 << 40, description="of all rollout records together")
+    rollout_ttl_s: float = Field(3600.0, gt=0, description="age at which a rollout record is removed")
+    tool_call_parser: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9_-]+$",
+        description="SGLang's parser of the model's tool calls (qwen, llama3, mistral, hermes, ...); none refuses tools",
     )
     engine_log: Path | None = Field(None, description="file for the engine's output")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -69,6 +97,19 @@ class Settings(BaseSettings):
     max_in_flight: int = Field(64, ge=1, le=65536, description="requests inside the engine at once")
     max_queue: int = Field(256, ge=0, le=1 << 20, description="requests waiting for a place in the engine")
     max_per_key: int | None = Field(None, ge=1, le=65536, description="waiting and running requests of one API key")
+    max_tokens_in_flight: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 40,
+        description="prompt and completion tokens inside the engine; default: 4 x max_total_tokens",
+    )
+    default_completion_tokens: int = Field(
+        512, ge=1, le=1 << 24, description="what a request without max_tokens counts as sampling"
+    )
+    requests_per_minute: int | None = Field(None, ge=1, le=1 << 40, description="of one API key, unless it has its own")
+    tokens_per_minute: int | None = Field(
+        None, ge=1, le=1 << 40, description="prompt and completion tokens of one API key, unless it has its own"
+    )
     queue_timeout_s: float = Field(60.0, gt=0, le=3600, description="longest wait in the queue before a 503")
 
     heartbeat_interval_s: float = Field(1.0, gt=0, le=10)
@@ -110,6 +151,14 @@ class Settings(BaseSettings):
         """
         return from_settings(self.hint_sites, self.hint_layers, self.hint_scale)
 
+    @property
+    def token_budget(self) -> int:
+        """Prompt and completion tokens that may be inside the engine at once.
+
+        Most requests end well before their `max_tokens`, so more than the KV pool holds may be let in.
+        """
+        return self.max_tokens_in_flight or 4 * self.max_total_tokens
+
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
         """Settings from the environment, with `overrides` that are not None on top.
@@ -123,7 +172,7 @@ class Settings(BaseSettings):
         except ValidationError as exc:
             first = exc.errors(include_url=False, include_context=False)[0]
             name = str(first["loc"][0]) if first["loc"] else "settings"
-            shown = "a value" if name == "api_key" else repr(first.get("input"))
+            shown = "a value" if name in ("api_key", "admin_key") else repr(first.get("input"))
             source = f"--{name.replace('_', '-')}" if name in given else f"TRACE_SERVE_{name.upper()}"
             raise ConfigError(
                 f"{source}: got {shown}, {first['msg'][0].lower()}{first['msg'][1:]}", field=name

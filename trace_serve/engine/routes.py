@@ -1,6 +1,7 @@
 """Routes that the engine's own HTTP server gains: `/trace/heartbeat` and `/trace/report`.
 
-Both answer from shared memory and from what the scheduler reported at start, so they never wait for generation.
+The report's `policy_digest` is that of the directory the weights came from last, None when a trainer sent them. Both
+answer from shared memory and from what the scheduler reported at start, so they never wait for generation.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from trace_serve.engine.refit import status
 
 
 def heartbeat() -> dict[str, Any]:
-    """Age of the scheduler's last sign of life in seconds, whether it is below the limit, whether weights are mixed."""
+    """Age of the scheduler's last sign of life in seconds, whether it is below the limit, and which weights serve."""
     engine = state.get()
     age = engine.telemetry.age_s()
     limit = engine.spec.stall_limit_s
@@ -22,6 +23,7 @@ def heartbeat() -> dict[str, Any]:
         "limit_s": limit,
         "alive": age is not None and age < limit,
         "quarantined": bool(engine.telemetry.get("quarantined")),
+        "weight_version": status.read(engine.spec.run_dir).label,
     }
 
 
@@ -41,9 +43,10 @@ def install(app: Any, scheduler_infos: list[dict[str, Any]]) -> None:
         return heartbeat()
 
     async def trace_report() -> dict[str, Any]:
-        telemetry, beat = state.get().telemetry, heartbeat()
+        telemetry, beat, serving = state.get().telemetry, heartbeat(), weights()
         return {
             **loaded,
+            "policy_digest": loaded["policy_digest"] if serving["version"] == 0 else serving["model_digest"] or None,
             "incidents": telemetry.incidents(),
             "hint_files": {
                 "written": telemetry.get("hint_files"),
@@ -52,7 +55,7 @@ def install(app: Any, scheduler_infos: list[dict[str, Any]]) -> None:
                 "expired": telemetry.get("hints_expired"),
                 "pending": telemetry.hints_pending,
             },
-            "weights": weights(),
+            "weights": serving,
             "ready": beat["alive"] and not beat["quarantined"],
         }
 

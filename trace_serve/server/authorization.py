@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from prometheus_client import Gauge
 
 from eval_gate import signing
 from trace_serve.errors import ConfigError, EngineError, VerdictRefused
-from trace_serve.policy.digest import digest_directory
+from trace_serve.policy.digest import digest_bytes, digest_directory
 from trace_serve.policy.manifest import Policy, load_policy
 from trace_serve.recipe import Recipe
 from trace_serve.settings import Mode
@@ -28,6 +31,9 @@ class Authorization:
         mode: `rollout` or `production`.
         verdict_id: the verdict that let it in; None in rollout mode.
         hints: whether clients may ask for rounding hints.
+        verdict_expires: until when the verdict holds; None in rollout mode.
+        interchange_id: the same for two policies whose weights one running engine can exchange: architecture, recipe,
+            tokenizer, chat template and sampling defaults. Empty when unknown: then they are not exchanged.
     """
 
     path: Path
@@ -38,6 +44,8 @@ class Authorization:
     mode: Mode
     verdict_id: str | None = None
     hints: bool = False
+    verdict_expires: datetime | None = None
+    interchange_id: str = ""
 
     @property
     def label(self) -> str:
@@ -65,7 +73,13 @@ class Authorization:
 
 
 def authorize_policy(
-    path: Path, *, mode: Mode, verdict: Path | None = None, public_key: Path | None = None, hints: bool = False
+    path: Path,
+    *,
+    mode: Mode,
+    verdict: Path | None = None,
+    public_key: Path | None = None,
+    hints: bool = False,
+    digest: Callable[[Path], str] = digest_directory,
 ) -> Authorization:
     """Reads a policy, recomputes its digest and, in production mode, checks the signed verdict against both.
 
@@ -75,6 +89,7 @@ def authorize_policy(
         verdict: signed verdict; default `<path>.verdict.dsse.json`.
         public_key: pinned key that the signature must verify against; required in production mode.
         hints: whether clients may ask for rounding hints.
+        digest: computes the digest of the directory.
 
     Raises:
         PolicyError: the directory is incomplete or altered.
@@ -82,19 +97,21 @@ def authorize_policy(
         VerdictRefused: no verdict, or it does not authorise exactly this policy; the reason is in the message.
     """
     policy = load_policy(path)
-    digest = digest_directory(path)
-    verdict_id = None
+    found = digest(path)
+    verdict_id = expires = None
     if mode == "production":
-        verdict_id = _verify(policy, digest, verdict, public_key)
+        verdict_id, expires = _verify(policy, found, verdict, public_key)
     return Authorization(
         path=path,
         name=policy.name,
         version=policy.version,
         recipe=policy.recipe,
-        digest=digest,
+        digest=found,
         mode=mode,
         verdict_id=verdict_id,
         hints=hints,
+        verdict_expires=expires,
+        interchange_id=_interchange_id(policy),
     )
 
 
@@ -103,7 +120,7 @@ def default_verdict_path(path: Path) -> Path:
     return absolute.with_name(absolute.name + ".verdict.dsse.json")
 
 
-def _verify(policy: Policy, digest: str, verdict: Path | None, public_key: Path | None) -> str:
+def _verify(policy: Policy, digest: str, verdict: Path | None, public_key: Path | None) -> tuple[str, datetime]:
     if public_key is None:
         raise ConfigError(
             "--public-key: missing, expected the pinned key that verdicts are signed with; "
@@ -124,4 +141,21 @@ def _verify(policy: Policy, digest: str, verdict: Path | None, public_key: Path 
         policy_name=policy.name,
         policy_version=policy.version,
     )
-    return signing.envelope_digest(checked)
+    return signing.envelope_digest(checked), checked.expires
+
+
+_NAMING_KEYS = ("_name_or_path", "transformers_version")
+"""Keys of config.json that do not say what the model computes."""
+
+
+def _interchange_id(policy: Policy) -> str:
+    config = {key: value for key, value in policy.model_config.items() if key not in _NAMING_KEYS}
+    sampling = policy.path / "generation_config.json"
+    parts = {
+        "config": config,
+        "recipe_id": policy.recipe_id,
+        "tokenizer": policy.tokenizer_digest,
+        "chat_template": policy.chat_template_digest,
+        "sampling": digest_bytes(sampling.read_bytes()) if sampling.is_file() else None,
+    }
+    return digest_bytes(json.dumps(parts, sort_keys=True).encode())

@@ -12,7 +12,9 @@ from trace_serve.settings import Settings
 
 
 def serve(
-    policy: Annotated[Path, typer.Argument(help="Policy directory.")],
+    policy: Annotated[
+        str | None, typer.Argument(help="Policy directory, or NAME or NAME@VERSION in the registry.")
+    ] = None,
     mode: Annotated[str | None, typer.Option(help="rollout (no verdict, hints on) or production.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
@@ -23,10 +25,23 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(help="Bearer key for clients; better given as TRACE_SERVE_API_KEY.")
     ] = None,
+    key_file: Annotated[Path | None, typer.Option(help="API keys made with `trace-serve keys`.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate chain; the port then speaks TLS only.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM private key (mode 0600).")] = None,
+    tls_client_ca: Annotated[Path | None, typer.Option(help="Clients must show a certificate signed by it.")] = None,
+    cors_origin: Annotated[list[str] | None, typer.Option(help="Web origin that may call; repeat for more.")] = None,
     hint_dir: Annotated[Path | None, typer.Option(help="Directory for hint files.")] = None,
     hint_sites: Annotated[str | None, typer.Option(help="Sites to keep: experts_in, k, v, experts_mid.")] = None,
     hint_layers: Annotated[str | None, typer.Option(help="all, deeper-half, or layer indices as in 3,4,5.")] = None,
     hint_scale: Annotated[str | None, typer.Option(help="lsb, byte or none.")] = None,
+    registry: Annotated[Path | None, typer.Option(help="Directory of policies that may be activated.")] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Audit log and what else outlives the server; default: in the registry.")
+    ] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="Port of the admin API, with the key of TRACE_SERVE_ADMIN_KEY; off by default.")
+    ] = None,
+    admin_host: Annotated[str | None, typer.Option(help="Address of the admin API.")] = None,
     engine_log: Annotated[Path | None, typer.Option(help="File for the engine's output.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     context_length: Annotated[int | None, typer.Option(help="Tokens; default is the model's own.")] = None,
@@ -54,10 +69,19 @@ def serve(
             verdict=verdict,
             public_key=public_key,
             api_key=api_key,
+            key_file=key_file,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_client_ca=tls_client_ca,
+            cors_origins=",".join(cors_origin) if cors_origin else None,
             hint_dir=hint_dir,
             hint_sites=hint_sites,
             hint_layers=hint_layers,
             hint_scale=hint_scale,
+            registry=registry,
+            state_dir=state_dir,
+            admin_port=admin_port,
+            admin_host=admin_host,
             engine_log=engine_log,
             device=device,
             context_length=context_length,

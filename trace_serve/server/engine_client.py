@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,12 +54,18 @@ class EngineClient:
         self.aborted = 0
         """Requests that an engine was told to drop."""
 
-    async def post(self, engine: EngineView, path: str, payload: dict[str, Any]) -> aiohttp.ClientResponse:
+    async def post(
+        self, engine: EngineView, path: str, payload: dict[str, Any], trace_headers: dict[str, str] | None = None
+    ) -> aiohttp.ClientResponse:
         """Sends a request and returns when headers have come; the caller closes the answer."""
         return await self._session.post(
             engine.url + path,
             data=orjson.dumps(payload),
-            headers={"authorization": f"Bearer {engine.api_key}", "content-type": "application/json"},
+            headers={
+                "authorization": f"Bearer {engine.api_key}",
+                "content-type": "application/json",
+                **(trace_headers or {}),
+            },
         )
 
     async def get_json(self, url: str, api_key: str, path: str, *, timeout_s: float) -> dict[str, Any]:
@@ -109,6 +116,19 @@ class EngineClient:
         if not isinstance(parsed, dict):
             raise ValueError(f"{path}: got {type(parsed).__name__}, expected a JSON object")
         return parsed
+
+    async def pass_on(
+        self, engine: EngineView, path: str, body: AsyncIterator[bytes], *, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """POSTs a body as it arrives, without keeping it; returns status and answer.
+
+        Raises:
+            aiohttp.ClientError, TimeoutError: no answer.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {"authorization": f"Bearer {engine.api_key}", "content-type": "application/json"}
+        async with self._session.post(engine.url + path, data=body, headers=headers, timeout=timeout) as answer:
+            return answer.status, await answer.read()
 
     def abort(self, engine: EngineView, rid: str) -> None:
         """Tells the engine, in the background, to drop a request."""

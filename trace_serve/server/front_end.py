@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 from starlette.requests import Request
@@ -14,15 +13,28 @@ from trace_serve.errors import EngineError, TraceServeError
 from trace_serve.server.admission import Admission
 from trace_serve.server.authorization import Authorization
 from trace_serve.server.engine_client import EngineClient
-from trace_serve.server.errors import ApiError, unauthorized, unavailable
+from trace_serve.server.errors import ApiError, unavailable
 from trace_serve.server.flight import Flight
+from trace_serve.server.keys import Scope
+from trace_serve.server.keys_access import Access, Caller
 from trace_serve.server.metrics import Metrics
 from trace_serve.server.metrics_page import MetricsPage
+from trace_serve.server.observation import Observers
+from trace_serve.server.rate_limits import RateLimits
+from trace_serve.server.rollouts import RolloutStore
 from trace_serve.server.service import EngineFactory, Service
 from trace_serve.server.services import Services
 from trace_serve.settings import Settings
 
 log = structlog.get_logger("trace_serve.server")
+
+
+class Part(Protocol):
+    """Something that lives as long as the front-end."""
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class FrontEnd:
@@ -47,16 +59,24 @@ class FrontEnd:
         self.settings = settings
         self.metrics = Metrics()
         self.metrics_page = MetricsPage(self, engine_metrics=settings.engine_metrics)
+        self.observers = Observers(settings, self.metrics)
         self.admission = Admission(
             max_in_flight=settings.max_in_flight,
             max_queue=settings.max_queue,
             max_per_key=settings.max_per_key,
             queue_timeout_s=settings.queue_timeout_s,
+            max_tokens=settings.token_budget,
+        )
+        self.access = Access(settings.api_key, settings.key_file)
+        self.rate_limits = RateLimits(settings.requests_per_minute, settings.tokens_per_minute)
+        self.rollouts = RolloutStore(
+            max_count=settings.rollout_max_count, max_bytes=settings.rollout_max_bytes, ttl_s=settings.rollout_ttl_s
         )
         self.flights: set[Flight] = set()
         self.failure: TraceServeError | None = None
         self.on_exit = on_exit
         self._draining = False
+        self._parts: list[Part] = []
         self._first = authorization
         self._factory = factory
         self._client: EngineClient | None = None
@@ -85,16 +105,24 @@ class FrontEnd:
         active = None if self._services is None else self._services.active
         return active is not None and active.ready and not self._draining
 
+    def attach(self, part: Part) -> None:
+        """Has something opened after this front-end and closed before it."""
+        self._parts.append(part)
+
     async def open(self) -> None:
         """Begins to start the engine; returns at once, so that liveness answers while the model loads."""
         self._client = EngineClient(idle_s=self.settings.upstream_idle_s)
         self._services = Services(self._factory, self._client, self.settings, on_fatal=self._give_up)
         if self._first is not None:
             self._services.active = self._services.start(self._first)
+        for part in self._parts:
+            await part.open()
 
     async def close(self) -> None:
         """Cuts what still runs and ends the engines."""
         self._cut_all(_stopping())
+        for part in reversed(self._parts):
+            await part.close()
         if self._drain_timer is not None:
             self._drain_timer.cancel()
         if self._services is not None:
@@ -102,6 +130,7 @@ class FrontEnd:
         if self._client is not None:
             await self._client.close()
         self.metrics_page.close()
+        await asyncio.to_thread(self.observers.close)
 
     def begin_drain(self, *, now: bool = False) -> None:
         """Accepts nothing more; what runs may finish until the deadline, then it is cut with an error.
@@ -139,21 +168,14 @@ class FrontEnd:
         service = self.choose("")
         return self.services.active or service
 
-    def authenticate(self, request: Request) -> str:
-        """Checks the API key and returns the name under which this client's requests are counted.
+    def authenticate(self, request: Request, scope: Scope | None = None) -> Caller:
+        """Checks the API key and returns the client that the request counts for.
 
         Raises:
-            ApiError: 401.
+            ApiError: 401, or 403 when the key lacks the scope.
         """
-        expected = self.settings.api_key
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if expected is not None:
-            given = key.strip().encode() if scheme.lower() == "bearer" else b""
-            if not hmac.compare_digest(given, expected.get_secret_value().encode()):
-                raise unauthorized()
-        if key:
-            return hashlib.sha256(key.encode()).hexdigest()[:16]
-        return request.client.host if request.client else "unknown"
+        host = request.client.host if request.client else None
+        return self.access.check(request.headers.get("authorization"), host, scope)
 
     def response_headers(self) -> dict[str, str]:
         """What an answer says that no engine had a part in: the active policy, if there is one."""

@@ -8,18 +8,24 @@ import os
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import structlog
 import uvicorn
+from structlog.processors import ExceptionRenderer
+from structlog.tracebacks import ExceptionDictTransformer
 
 from trace_serve.errors import EXIT_PASS, ConfigError, TraceServeError
+from trace_serve.server.admin.run import Admin, open_registry
 from trace_serve.server.app import create_app
 from trace_serve.server.authorization import Authorization, authorize_policy
 from trace_serve.server.front_end import FrontEnd
+from trace_serve.server.policies.registry import Registry
 from trace_serve.server.service import EngineFactory
 from trace_serve.server.supervisor import EngineLike
+from trace_serve.server.tls import server_context
 from trace_serve.settings import Settings
 
 log = structlog.get_logger("trace_serve.server")
@@ -27,8 +33,15 @@ SHUTDOWN_MARGIN_S = 5.0
 PARENT_POLL_S = 1.0
 
 
-def serve_policy(path: Path, settings: Settings) -> int:
-    """Authorises a policy and serves it with SGLang's engine; returns the exit code.
+def serve_policy(
+    policy: str | None, settings: Settings, engines: Callable[[Settings], EngineFactory] | None = None
+) -> int:
+    """Authorises a policy and serves it; returns the exit code.
+
+    Args:
+        policy: its directory, or its label in the registry; None starts without one, for the admin API to activate.
+        settings: of the server.
+        engines: what makes engines; by default SGLang's.
 
     Raises:
         TraceServeError: the policy may not be served; nothing has been started.
@@ -37,17 +50,30 @@ def serve_policy(path: Path, settings: Settings) -> int:
     with tempfile.TemporaryDirectory(prefix="trace-serve-hints-") as scratch:
         if settings.hint_dir is None and settings.mode == "rollout":
             settings = settings.model_copy(update={"hint_dir": Path(scratch)})
-        authorization = authorize_policy(
-            path,
-            mode=settings.mode,
-            verdict=settings.verdict,
-            public_key=settings.public_key,
-            hints=settings.hint_dir is not None,
+        registry = open_registry(settings)
+        authorization = _authorize(policy, settings, registry)
+        if authorization is not None:
+            log.info("authorized", **authorization.summary())
+        return run_server(settings, authorization, (engines or engine_factory)(settings), registry)
+
+
+def _authorize(policy: str | None, settings: Settings, registry: Registry | None) -> Authorization | None:
+    if policy is None and (registry is None or settings.admin_port is None):
+        raise ConfigError(
+            "POLICY: missing; name a policy directory, or start with --registry and --admin-port and activate one",
+            field="policy",
         )
-        log.info(
-            "authorized", policy=authorization.label, digest=authorization.digest, verdict=authorization.verdict_id
-        )
-        return run_server(settings, authorization, engine_factory(settings))
+    if policy is None:
+        return None
+    if registry is not None and not Path(policy).is_dir():
+        return registry.authorize(policy)
+    return authorize_policy(
+        Path(policy),
+        mode=settings.mode,
+        verdict=settings.verdict,
+        public_key=settings.public_key,
+        hints=settings.hint_dir is not None,
+    )
 
 
 def engine_factory(settings: Settings) -> EngineFactory:
@@ -70,13 +96,21 @@ def engine_factory(settings: Settings) -> EngineFactory:
                 context_length=settings.context_length,
                 stall_limit_s=settings.engine_stall_limit_s,
                 device=settings.device,
+                extra_args=()
+                if settings.tool_call_parser is None
+                else (f"--tool-call-parser={settings.tool_call_parser}",),
             )
         )
 
     return make
 
 
-def run_server(settings: Settings, authorization: Authorization, factory: EngineFactory) -> int:
+def run_server(
+    settings: Settings,
+    authorization: Authorization | None,
+    factory: EngineFactory,
+    registry: Registry | None = None,
+) -> int:
     """Serves until SIGTERM, SIGINT or a lost engine, with the engine stopped afterwards.
 
     Returns:
@@ -93,8 +127,12 @@ def run_server(settings: Settings, authorization: Authorization, factory: Engine
 
     app = create_app(settings, authorization, factory, on_exit=on_exit)
     front: FrontEnd = app.state.front
+    if settings.admin_port is not None:
+        front.attach(Admin(settings, front, registry))
+    tls = server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     config = uvicorn.Config(
         app,
+        ssl_context_factory=None if tls is None else lambda *_: tls,
         loop="uvloop",
         http="httptools",
         access_log=False,
@@ -104,7 +142,7 @@ def run_server(settings: Settings, authorization: Authorization, factory: Engine
         timeout_graceful_shutdown=int(settings.drain_s + SHUTDOWN_MARGIN_S),
     )
     listener = _listen(settings.host, settings.port)
-    log.info("listening", host=settings.host, port=listener.getsockname()[1])
+    log.info("listening", host=settings.host, port=listener.getsockname()[1], tls=tls is not None)
     server = _Server(config, front)
     server.run(sockets=[listener])
     if front.failure is not None:
@@ -165,7 +203,8 @@ def configure_logging(level: str) -> None:
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.dict_tracebacks,
+        # Local variables of a traceback would put keys and prompts into the log.
+        ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
     ]
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],

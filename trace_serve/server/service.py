@@ -130,7 +130,8 @@ class Service:
             if self.authorization.verdict_id is not None:
                 headers["x-trace-verdict"] = self.authorization.verdict_id
             self._headers = headers
-        return self._headers
+        version = self.supervisor.weight_version
+        return self._headers if version is None else {**self._headers, "x-trace-weight-version": version}
 
     @property
     def model_names(self) -> set[str]:

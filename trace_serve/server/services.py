@@ -68,6 +68,8 @@ class Services:
         self.candidate: Candidate | None = None
         self.previous: Authorization | None = None
         """What was active before; a rollback returns to it."""
+        self.reason = "no policy is active"
+        """Why nothing serves while nothing is active."""
 
     def __iter__(self) -> Iterator[Service]:
         if self.active is not None:
@@ -93,7 +95,7 @@ class Services:
         """
         active, candidate = self.active, self.candidate
         if active is None:
-            raise unavailable("not ready: no policy is active", code="no_policy", retry_after_s=30.0)
+            raise unavailable(f"not ready: {self.reason}", code="no_policy", retry_after_s=30.0)
         if candidate is not None and candidate.trial == "canary" and candidate.service.ready:
             by_name = model is not None and model not in active.model_names and model in candidate.service.model_names
             if by_name or (model != active.authorization.label and candidate.takes(token)):

@@ -84,6 +84,8 @@ class Supervisor:
         self.reason = "the engine is starting"
         self.failure: TraceServeError | None = None
         """Why no further restart is tried; None while one is."""
+        self.weight_version: str | None = None
+        """The engine's label of the weights that serve, as of its last heartbeat."""
         self.restarts = 0
 
     @property
@@ -109,6 +111,12 @@ class Supervisor:
         if engine is None:
             raise EngineError(f"there is no engine: {self.reason}")
         self._view = await self._inspect(engine)
+        await self._heartbeat_fault(engine)
+
+    async def read_weight_version(self) -> None:
+        """Asks the engine at once which weights serve, instead of at the next heartbeat."""
+        if self._running is not None:
+            await self._heartbeat_fault(self._running)
 
     def replace(self, reason: str) -> None:
         """Takes the engine out of service and has a new one started."""
@@ -203,6 +211,8 @@ class Supervisor:
             return f"no answer in {timeout_s:g} s"
         except (aiohttp.ClientError, ValueError) as exc:
             return str(exc) or type(exc).__name__
+        label = beat.get("weight_version")
+        self.weight_version = label if isinstance(label, str) else None
         age = beat.get("age_s")
         silent_s = float(age) if isinstance(age, int | float) else 0.0
         self._doubt = None

@@ -35,8 +35,9 @@ class ScriptedEngine:
     served_name = scripted_engine.SERVED_NAME
     api_key = "scripted-engine-key"
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, recipe_id: str = RECIPE.recipe_id) -> None:
         self._directory = directory
+        self._recipe_id = recipe_id
         self._process: subprocess.Popen[bytes] | None = None
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -48,7 +49,7 @@ class ScriptedEngine:
         report = {
             "context_length": scripted_engine.CONTEXT_LENGTH,
             "vocab_size": scripted_engine.VOCAB_SIZE,
-            "recipe_id": RECIPE.recipe_id,
+            "recipe_id": self._recipe_id,
             "policy_digest": (self._directory / "reported-digest").read_text(),
             "mode": "fp4",
         }

@@ -10,9 +10,13 @@ import argparse
 import asyncio
 import json
 import os
+from pathlib import Path
 from typing import Any
 
+import scripted_shapes as shapes
 from aiohttp import web
+
+from trace_serve.policy.digest import digest_directory
 
 CONTEXT_LENGTH = 512
 VOCAB_SIZE = 300
@@ -46,6 +50,10 @@ class Upstream:
         self.quarantined = False
         self.age_s = 0.1
         self.heartbeat_delay = 0.0
+        self.refusal: str | None = None
+        self.update_delay = 0.0
+        self.quarantined_by_update = False
+        self.weight_version = "default"
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self.authenticate])
@@ -55,8 +63,10 @@ class Upstream:
         app.router.add_get("/script/seen", self.get_seen)
         app.router.add_post("/script/health", self.set_health)
         app.router.add_post("/abort_request", self.abort)
+        app.router.add_post("/update_weights_from_disk", self.update)
         app.router.add_post("/v1/chat/completions", self.generate)
         app.router.add_post("/v1/completions", self.generate)
+        app.router.add_post("/tokenize", self.tokenize)
         return app
 
     @web.middleware
@@ -69,6 +79,7 @@ class Upstream:
     async def heartbeat(self, _: web.Request) -> web.Response:
         await asyncio.sleep(self.heartbeat_delay)
         beat = {"age_s": self.age_s, "limit_s": 20.0, "alive": self.alive, "quarantined": self.quarantined}
+        beat["weight_version"] = self.weight_version
         return web.json_response(beat)
 
     async def get_report(self, _: web.Request) -> web.Response:
@@ -85,8 +96,26 @@ class Upstream:
         self.alive = wanted.get("alive", self.alive)
         self.quarantined = wanted.get("quarantined", self.quarantined)
         self.age_s = wanted.get("age_s", self.age_s)
+        self.refusal = wanted.get("refusal", self.refusal)
+        self.update_delay = wanted.get("update_delay", self.update_delay)
+        self.quarantined_by_update = wanted.get("quarantined_by_update", self.quarantined_by_update)
         self.heartbeat_delay = wanted.get("heartbeat_delay", self.heartbeat_delay)
+        self.weight_version = wanted.get("weight_version", self.weight_version)
         return web.json_response({})
+
+    async def update(self, request: web.Request) -> web.Response:
+        """Takes a policy directory as its weights, unless a file in it says how that goes wrong."""
+        body = await request.json()
+        directory = Path(body["model_path"])
+        if self.refusal is not None:
+            return web.json_response({"success": False, "message": self.refusal}, status=400)
+        await asyncio.sleep(self.update_delay)
+        self.report["policy_digest"] = digest_directory(directory)
+        self.weight_version = body.get("weight_version")
+        if self.quarantined_by_update:
+            self.quarantined, self.report["policy_digest"] = True, None
+            return web.json_response({"success": False, "message": "weights of two versions"}, status=400)
+        return web.json_response({"success": True, "message": "loaded"})
 
     async def abort(self, request: web.Request) -> web.Response:
         self.aborted.append((await request.json())["rid"])
@@ -96,7 +125,7 @@ class Upstream:
         payload = await request.json()
         self.seen.append(payload)
         self.seen = self.seen[-50:]
-        text = payload["messages"][-1]["content"] if "messages" in payload else str(payload["prompt"])
+        text = payload["messages"][-1].get("content") or "" if "messages" in payload else str(payload["prompt"])
         script = Script(text)
         self.running += 1
         try:
@@ -111,22 +140,31 @@ class Upstream:
         finally:
             self.running -= 1
 
+    async def tokenize(self, request: web.Request) -> web.Response:
+        payload = await request.json()
+        self.seen = [*self.seen, payload][-50:]
+        tokens = shapes.token_ids(shapes.prompt_text(payload))
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": -1})
+
     async def whole(self, payload: dict[str, Any], script: Script) -> web.Response:
         for index in range(script.tokens):
             await asyncio.sleep(script.delay)
             if script.at("die_after", index):
                 os._exit(9)
         reason = "abort" if script.has("abort") else "stop"
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": TEXT * script.tokens},
-            "finish_reason": reason,
-        }
+        content = TEXT * script.tokens
+        call = shapes.tool_call(payload, script.words.get("arguments", "{}"))
+        if script.has("moves"):
+            self.weight_version = script.words["moves"]
         answer = {
             "id": payload.get("rid", "scripted"),
+            "object": "chat.completion" if "messages" in payload else "text_completion",
+            "created": 1,
             "model": SERVED_NAME,
-            "choices": [choice],
+            "weights": self.report["policy_digest"],
+            "choices": shapes.choices(payload, content, reason, call),
             "usage": usage(script),
+            "metadata": shapes.metadata(payload, content, self.weight_version),
         }
         text = json.dumps(answer)
         if script.has("nan"):
@@ -134,7 +172,10 @@ class Upstream:
         return web.Response(text=text, content_type="application/json")
 
     async def stream(self, request: web.Request, payload: dict[str, Any], script: Script) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        if script.has("moves"):
+            self.weight_version = script.words["moves"]
+        version = {"x-trace-weight-version": self.weight_version}
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", **version})
         await response.prepare(request)
 
         async def write(data: bytes) -> None:
@@ -149,7 +190,9 @@ class Upstream:
                 text = text.replace('"index": 0', '"index": 0, "logprob": NaN')
             await write(b"data: " + text.encode() + b"\n\n")
 
-        head = {"id": payload.get("rid", "scripted"), "model": SERVED_NAME}
+        kind = "chat.completion.chunk" if "messages" in payload else "text_completion"
+        head = {"id": payload.get("rid", "scripted"), "object": kind, "created": 1, "model": SERVED_NAME}
+        call = shapes.tool_call(payload, script.words.get("arguments", "{}"))
         for index in range(script.tokens):
             await asyncio.sleep(script.delay)
             if script.at("die_after", index):
@@ -164,13 +207,17 @@ class Upstream:
             if script.at("garbage_after", index):
                 await write(b"data: {error\n\n")
             if script.at("abort_after", index):
-                await send({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "abort"}]})
+                await send({**head, "choices": shapes.delta(payload, None, "abort")})
                 await write(b"data: [DONE]\n\n")
                 return response
-            await send({**head, "choices": [{"index": 0, "delta": {"content": TEXT}, "finish_reason": None}]})
-        await send({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+            head["weights"] = self.report["policy_digest"]
+            await send({**head, "choices": shapes.delta(payload, TEXT, None, call)})
+        await send({**head, "choices": shapes.delta(payload, None, "stop" if call is None else "tool_calls")})
         if (payload.get("stream_options") or {}).get("include_usage"):
             await send({**head, "choices": [], "usage": usage(script)})
+        if (payload.get("custom_params") or {}).get("trace_rollout"):
+            content = TEXT * script.tokens
+            await send({**head, "choices": [], "metadata": shapes.metadata(payload, content, self.weight_version)})
         await write(b"data: [DONE]\n\n")
         return response
 
