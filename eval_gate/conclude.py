@@ -10,6 +10,7 @@ from eval_gate.decide import decide
 from eval_gate.output import GatePaths, GateResult
 from eval_gate.pairing import ArmResults
 from eval_gate.queries import QuerySet
+from eval_gate.report.otel import write_otel
 from eval_gate.report.write import write_reports
 from eval_gate.signing import sign_verdict
 
@@ -38,6 +39,8 @@ def conclude(
     verdict = decide(config.policy, queries, training, serving, results_digest=digest, looked=looked)
     write_reports(verdict, config.out)
     write_atomic(paths.gate_policy, config.policy.canonical)
+    if config.otel is not None:
+        write_otel(verdict, (*training.samples, *serving.samples), config.otel)
     if config.key is not None and paths.envelope is not None:
         sign_verdict(verdict, config.key, paths.envelope)
     return GateResult(verdict, paths)

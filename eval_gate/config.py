@@ -40,6 +40,7 @@ class GateConfig:
         redact: what takes personal data out of the queries, see `redaction.load_redactor`.
         max_tokens: prompt and answer tokens of the whole run after which nothing more is asked.
         max_wall_s: seconds after which nothing more is asked.
+        otel: file for the grades and the verdict as OpenTelemetry events; None writes none.
         reuse: results files of other runs whose exchanges may be taken over; the key of each (artifact digest, role,
             recipe, request, repeat) decides, never a served name.
     """
@@ -61,3 +62,4 @@ class GateConfig:
     redact: str | None = None
     max_tokens: int | None = None
     max_wall_s: float | None = None
+    otel: Path | None = None

@@ -52,7 +52,14 @@ def request_body(query: Query, policy: GatePolicy) -> dict[str, Any]:
         "temperature": policy.temperature,
         "top_p": 1.0,
         "stream": False,
+        **(token_fields(policy.api) if policy.record_tokens else {}),
     }
+
+
+def token_fields(api: str) -> dict[str, Any]:
+    """Fields of a request for the answer as tokens too: OpenAI's log-probabilities, SGLang's and vLLM's token ids."""
+    logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if api == "chat" else {"logprobs": 1}
+    return {**logprobs, "return_token_ids": True}
 
 
 def jobs(queries: QuerySet, policy: GatePolicy, role: Role, evidence: ArmEvidence) -> Iterator[Job]:
@@ -169,6 +176,7 @@ def _place(job: Job) -> dict[str, Any]:
         "suite": query.suite,
         "kind": query.kind,
         "cluster": query.cluster,
+        "checker": program_of(query.checker).type,
     }
 
 

@@ -25,6 +25,7 @@ class GatePolicy(BaseModel):
         spending: bounds of those looks: `obf` (O'Brien-Fleming: strict early, lenient last) or `pocock` (constant).
         temperature: sampling temperature; 0 is greedy.
         api: route that both arms are asked on: `chat`, or `completions` without a chat template.
+        record_tokens: ask both arms for token ids and log-probabilities too; not every server takes such requests.
         judge: served name of the model that judges, where checkers have a judge.
         redaction: what redacted the queries before both arms, with its version; None leaves them as they are.
         max_queries: size of the seeded random subsample; None takes every query.
@@ -49,6 +50,7 @@ class GatePolicy(BaseModel):
     spending: Literal["obf", "pocock"] = "obf"
     temperature: float = Field(default=0.0, ge=0, le=2)
     api: Literal["chat", "completions"] = "chat"
+    record_tokens: bool = False
     judge: str | None = None
     redaction: str | None = None
     max_queries: int | None = Field(default=None, ge=1)

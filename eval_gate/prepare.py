@@ -51,6 +51,10 @@ def prepare(config: GateConfig) -> Plan:
         from eval_gate.keys import load_private_key
 
         load_private_key(config.key)
+    if config.otel is not None:
+        from eval_gate.report.otel import check_installed
+
+        check_installed()
     redactor = None if config.redact is None else load_redactor(config.redact)
     if redactor is not None:
         config = replace(config, policy=config.policy.model_copy(update={"redaction": redactor.name}))

@@ -92,6 +92,7 @@ class SampleRecord(BaseModel):
 
     Attributes:
         key: cache key of the exchange (see `cache_key`).
+        checker: type of the program that grades the query; None in results that do not say.
         suite: of the query, and so `kind` and `cluster`, so that the results can be compared without the query file.
         request: the body that was sent.
         response: the body that came back, unparsed parts included; None when none came.
@@ -113,6 +114,7 @@ class SampleRecord(BaseModel):
     suite: str = "default"
     kind: str = "default"
     cluster: str | None = None
+    checker: str | None = None
     request: dict[str, Any]
     response: Any = None
     text: str | None = None

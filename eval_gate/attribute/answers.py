@@ -24,7 +24,7 @@ from eval_gate.arms.records import (
 from eval_gate.arms.source import ArmSource
 from eval_gate.budget import Budget
 from eval_gate.checkers import GraderPool
-from eval_gate.execute import Job, jobs, reuse, sample_arm, tokenize_prompts
+from eval_gate.execute import Job, jobs, reuse, sample_arm, token_fields, tokenize_prompts
 from eval_gate.pairing import ArmResults
 from eval_gate.policy import GatePolicy
 from eval_gate.queries import QuerySet
@@ -47,8 +47,7 @@ class Recording:
         """Fields of a request body; those that are not OpenAI's are SGLang's."""
         chosen: dict[str, Any] = {}
         if self.tokens:
-            chosen |= {"logprobs": True, "top_logprobs": 1} if api == "chat" else {"logprobs": 1}
-            chosen["return_token_ids"] = True
+            chosen |= token_fields(api)
         if self.routes:
             chosen["return_routed_experts"] = True
         return chosen

@@ -25,6 +25,7 @@ class Format(StrEnum):
     MARKDOWN = "markdown"
     JUNIT = "junit"
     HTML = "html"
+    OTEL = "otel"
 
 
 def load_verdict(results: Path) -> Verdict:
@@ -48,6 +49,21 @@ def load_verdict(results: Path) -> Verdict:
         raise ConfigError(f"{path}: not a verdict: {where}: {fault['msg']}", field="results") from exc
 
 
+def _otel(verdict: Verdict, results: Path, out: Path | None) -> Path:
+    """Writes the events of a run; the grades are in its results, which have to be those that were judged."""
+    from eval_gate.arms.records import SampleRecord, read_results
+    from eval_gate.report.otel import write_otel
+    from trace_serve.policy.digest import digest_file
+
+    if out is None:
+        raise ConfigError("--format otel: expected --out FILE", field="out")
+    path = (results if results.is_dir() else results.parent) / "results.jsonl"
+    if digest_file(path) != verdict.subjects.results:
+        raise ConfigError(f"{path}: not the results of this verdict; expected those of its run", field="results")
+    write_otel(verdict, (one for one in read_results(path) if isinstance(one, SampleRecord)), out)
+    return out
+
+
 def report(
     results: Annotated[Path, typer.Argument(help="Directory of a run, or its verdict.json.")],
     form: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.TERMINAL,
@@ -65,6 +81,9 @@ def report(
 
     verdict = load_verdict(results)
     form = Format.JSON if as_json else form
+    if form is Format.OTEL:
+        typer.echo(f"written: {_otel(verdict, results, out)}")
+        return
     if form is Format.TERMINAL:
         if out is None:
             print_verdict(verdict, Console())

@@ -99,6 +99,10 @@ def run(
     key: Annotated[Path | None, typer.Option(help="Private key that signs the verdict.")] = None,
     allow_unproven: Annotated[bool, typer.Option(help="Judge arms that do not prove what they run.")] = False,
     reuse: Annotated[list[Path] | None, typer.Option(help="results.jsonl of another run to take answers from.")] = None,
+    record_tokens: Annotated[
+        bool, typer.Option(help="Ask for token ids and log-probabilities too, for token drift in the reports.")
+    ] = False,
+    otel: Annotated[Path | None, typer.Option(help="File for OpenTelemetry events of the grades (extra otel).")] = None,
     resume: Resume = False,
     dry_run: Annotated[bool, typer.Option(help="Check all input and say what would be asked; ask nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
@@ -123,6 +127,7 @@ def run(
         spending=spending.value,
         temperature=temperature,
         api=api.value,
+        record_tokens=record_tokens,
         judge=judge_model,
         max_queries=max_queries,
         sample_seed=seed,
@@ -146,6 +151,7 @@ def run(
         timeout_s=timeout,
         startup_timeout_s=startup_timeout,
         resume=resume,
+        otel=otel,
         reuse=tuple(reuse or ()),
         permissions=Permissions(allow_code, allow_code_network, frozenset(allow_checker or ())),
         graders=PoolLimits(

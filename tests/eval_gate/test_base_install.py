@@ -15,6 +15,7 @@ OPTIONAL = (
     "reasoning_gym",
     "yaml",
     "presidio_analyzer",
+    "opentelemetry",
 )
 
 
