@@ -1,0 +1,37 @@
+"""How many tokens a request may use, before its prompt has been counted and after."""
+
+from __future__ import annotations
+
+from trace_serve.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+
+BYTES_PER_TOKEN = 4
+"""UTF-8 bytes of a token: about that of English and of Chinese under today's vocabularies."""
+TOKENS_PER_MESSAGE = 8
+"""What a chat template adds to each message."""
+
+
+def estimate_prompt(request: GenerationRequest) -> int:
+    """Prompt tokens by the length of the text; exact for a prompt of token ids. Costs no tokenization."""
+    if isinstance(request, CompletionRequest):
+        return len(request.prompt) if isinstance(request.prompt, list) else _tokens_of(request.prompt)
+    if isinstance(request, ChatRequest):
+        return sum(_tokens_of(message.content or "") + TOKENS_PER_MESSAGE for message in request.messages)
+    return 1
+
+
+def token_cost(request: GenerationRequest, prompt_tokens: int, *, context_length: int, default_completion: int) -> int:
+    """Tokens that a request may hold in the engine: its prompt, and for each choice all it may sample.
+
+    Args:
+        request: the request.
+        prompt_tokens: counted or estimated.
+        context_length: of the engine; prompt and completion never exceed it.
+        default_completion: what a request without `max_tokens` counts as sampling.
+    """
+    completion = request.completion_limit or default_completion
+    room = max(1, context_length - prompt_tokens)
+    return prompt_tokens + (request.n or 1) * min(completion, room)
+
+
+def _tokens_of(text: str) -> int:
+    return len(text.encode()) // BYTES_PER_TOKEN + 1
