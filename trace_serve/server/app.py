@@ -20,6 +20,7 @@ from trace_serve.server.authorization import Authorization
 from trace_serve.server.errors import ApiError, bad_request, not_found
 from trace_serve.server.front_end import FrontEnd
 from trace_serve.server.generation import GenerationRoute
+from trace_serve.server.route_observer import RouteObserver
 from trace_serve.server.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
 from trace_serve.server.service import EngineFactory, Service
 from trace_serve.settings import Settings
@@ -54,6 +55,7 @@ def create_app(
 
     app = FastAPI(title="trace-serve", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.front = front
+    app.add_middleware(RouteObserver, metrics=front.metrics)
     created = int(time.time())
 
     chat = GenerationRoute(front, "/v1/chat/completions", ChatRequest)

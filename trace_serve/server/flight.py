@@ -44,6 +44,7 @@ class Flight:
         self.ticket: Ticket | None = None
         self.upstream: aiohttp.ClientResponse | None = None
         self.sent = False
+        self.trace_headers: dict[str, str] = {}
         self.complete = False
         self.metadata: dict[str, Any] | None = None
         self._client = client

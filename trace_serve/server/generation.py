@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import orjson
-import structlog
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -19,7 +19,6 @@ from trace_serve.server.relay import StreamResponse, fetch_answer, open_stream
 from trace_serve.server.schemas import GenerationRequest, parse_request
 from trace_serve.server.service import Service
 
-log = structlog.get_logger("trace_serve.request")
 CLIENT_GONE_STATUS = 499
 """For logs and metrics only: nobody is left to receive it."""
 
@@ -42,7 +41,7 @@ class GenerationRoute:
         rid = mint_request_id()
         began = time.monotonic()
         headers = {"x-request-id": rid, **self._front.response_headers()}
-        record = _Record(self._front, self._path, rid, request.headers.get("x-request-id"), began)
+        record = _Record(self._front, self._path, rid, request.headers, began)
         try:
             return await self._answer(request, rid, headers, record)
         except ApiError as error:
@@ -61,7 +60,7 @@ class GenerationRoute:
         key = front.authenticate(request)
         body = await _read_body(request, front.settings.max_body_bytes, front.settings.body_timeout_s)
         wanted = parse_request(self._schema, _parse_json(body))
-        record.label = wanted.rid or record.label
+        record.observed.asked(body, wanted)
         service = front.choose(wanted.user or rid, wanted.model)
         if wanted.trace_hints and not service.authorization.hints:
             raise bad_request("trace_hints: this server keeps no hints; start it with --hint-dir", param="trace_hints")
@@ -75,15 +74,18 @@ class GenerationRoute:
         try:
             service = await flight.run(self._admit(flight, key, wanted))
             headers.update(service.headers())
+            record.observed.served_by(service.authorization)
+            flight.trace_headers = record.observed.upstream_headers()
             if wanted.trace_hints:
                 headers["x-trace-rollout"] = rid
             payload = wanted.upstream_payload(rid=rid, served_name=flight.engine.served_name)
             if not wanted.stream:
                 content, answer = await flight.run(fetch_answer(flight, front.client, self._path, payload))
+                record.observed.answered(content, answer)
                 record.finish(200, "ok", answer.get("usage"))
                 return Response(content, headers=headers, media_type="application/json")
             opening = await flight.run(open_stream(flight, front.client, self._path, payload))
-            record.first_frame()
+            record.observed.first_frame()
 
             def finished(outcome: str, usage: dict[str, Any] | None) -> None:
                 front.flights.discard(flight)
@@ -91,7 +93,8 @@ class GenerationRoute:
 
             handed_over = True
             stall_s = front.settings.client_stall_s
-            return StreamResponse(flight, opening, headers, stall_s=stall_s, finished=finished)
+            stream = StreamResponse(flight, opening, headers, stall_s=stall_s, finished=finished)
+            return record.observed.watched(stream)
         finally:
             if not handed_over:
                 flight.close()
@@ -103,6 +106,7 @@ class GenerationRoute:
         The service is chosen here, after the wait: policies may have changed meanwhile.
         """
         flight.ticket = await self._front.admission.acquire(key)
+        self._front.metrics.queue_wait.observe(time.monotonic() - flight.started_at)
         service = self._front.choose(wanted.user or flight.rid, wanted.model)
         engine = await service.enter(flight)
         tokens = await service.counter.count(wanted)
@@ -123,43 +127,13 @@ class GenerationRoute:
 
 
 class _Record:
-    """Metrics and one log line for a request, whatever becomes of it."""
+    """What has to be done when a request ends, whatever becomes of it."""
 
-    def __init__(self, front: FrontEnd, route: str, rid: str, label: str | None, began: float) -> None:
-        self._front = front
-        self._route = route
-        self._rid = rid
-        self._began = began
-        self._first_s: float | None = None
-        self.label = label
-
-    def first_frame(self) -> None:
-        self._first_s = time.monotonic() - self._began
-        self._front.metrics.first_frame.labels(self._route).observe(self._first_s)
+    def __init__(self, front: FrontEnd, route: str, rid: str, headers: Headers, began: float) -> None:
+        self.observed = front.observers.request(rid, route, headers, began)
 
     def finish(self, status: int, outcome: str, usage: dict[str, Any] | None) -> None:
-        metrics = self._front.metrics
-        total_s = time.monotonic() - self._began
-        metrics.requests.labels(self._route, str(status), outcome).inc()
-        prompt_tokens = completion_tokens = None
-        if outcome == "ok":
-            metrics.latency.labels(self._route).observe(total_s)
-        if usage is not None:
-            prompt_tokens, completion_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
-            metrics.prompt_tokens.inc(prompt_tokens or 0)
-            metrics.completion_tokens.inc(completion_tokens or 0)
-        log.info(
-            "request",
-            request_id=self._rid,
-            label=None if self.label is None else self.label[:256],
-            route=self._route,
-            status=status,
-            outcome=outcome,
-            first_frame_s=None if self._first_s is None else round(self._first_s, 4),
-            total_s=round(total_s, 4),
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-        )
+        self.observed.end(status, outcome, usage)
 
 
 async def _read_body(request: Request, limit: int, timeout_s: float) -> bytes:

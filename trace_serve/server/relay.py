@@ -194,7 +194,7 @@ class StreamResponse(Response):
 async def _open(flight: Flight, client: EngineClient, path: str, payload: dict[str, Any]) -> aiohttp.ClientResponse:
     flight.sent = True
     try:
-        upstream = await client.post(flight.engine, path, payload)
+        upstream = await client.post(flight.engine, path, payload, flight.trace_headers)
     except TimeoutError as exc:
         raise engine_silent(client.idle_s) from exc
     except aiohttp.ClientError as exc:

@@ -90,6 +90,10 @@ class RequestLog:
                 return
         self._count("dropped")
 
+    def pass_over(self) -> None:
+        """Counts a record whose answer was too large to be kept."""
+        self._count("too_large")
+
     def close(self, timeout_s: float) -> None:
         """Writes what waits, for at most `timeout_s`, drops the rest, and closes the file. Blocks."""
         with self._changed:

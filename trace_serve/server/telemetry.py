@@ -57,6 +57,9 @@ class RequestSpan(Protocol):
     def headers(self) -> dict[str, str]:
         """Headers that make the engine's spans children of this one."""
 
+    def set(self, name: str, value: str | int | float | bool) -> None:
+        """Sets one attribute."""
+
     def describe(self, model: str, attributes: Mapping[str, str | int | float | bool]) -> None:
         """Names the model once it is known, and sets further attributes."""
 
@@ -119,4 +122,18 @@ def open_telemetry(settings: Settings, environment: Mapping[str, str] | None = N
             f"--otel-endpoint: {exc.name} is not installed; run `pip install 'trace-serve[otel]'`",
             field="otel_endpoint",
         ) from exc
-    return OtelTelemetry(endpoint, host=settings.host, port=settings.port)
+    return OtelTelemetry(
+        endpoint,
+        host=settings.host,
+        port=settings.port,
+        traces=_exports("TRACES", endpoint, environ),
+        metrics=_exports("METRICS", endpoint, environ),
+    )
+
+
+def _exports(signal: str, endpoint: str | None, environ: Mapping[str, str]) -> bool:
+    """Whether a signal has somewhere to go; a collector named for the other one alone is not sent both."""
+    if environ.get(f"OTEL_{signal}_EXPORTER", "otlp").strip().lower() == "none":
+        return False
+    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
+    return endpoint is not None or any(environ.get(name) for name in names)

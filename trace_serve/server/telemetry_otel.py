@@ -46,23 +46,25 @@ class OtelTelemetry:
     Args:
         endpoint: base URL of the collector, to which `/v1/traces` and `/v1/metrics` are added; None takes the
             standard variables.
-        host, port: the address served, as `server.address` and `server.port`.
+        host, port: the address served, as `server.address` and `server.port`; port 0 is left out.
+        traces, metrics: which of the two are sent.
     """
 
-    def __init__(self, endpoint: str | None, *, host: str, port: int) -> None:
+    def __init__(self, endpoint: str | None, *, host: str, port: int, traces: bool, metrics: bool) -> None:
         base = None if endpoint is None else endpoint.rstrip("/")
         # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over what is given here only where they are set.
         resource = Resource({"service.name": "trace-serve", "service.version": version("trace-serve")}).merge(
             _from_environment()
         )
         self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._traces.add_span_processor(
-            BatchSpanProcessor(OTLPSpanExporter(endpoint=None if base is None else f"{base}/v1/traces"))
-        )
-        reader = PeriodicExportingMetricReader(
-            OTLPMetricExporter(endpoint=None if base is None else f"{base}/v1/metrics")
-        )
-        self._meters = MeterProvider(metric_readers=[reader], resource=resource, shutdown_on_exit=False)
+        if traces:
+            spans = OTLPSpanExporter(endpoint=None if base is None else f"{base}/v1/traces")
+            self._traces.add_span_processor(BatchSpanProcessor(spans))
+        readers = []
+        if metrics:
+            points = OTLPMetricExporter(endpoint=None if base is None else f"{base}/v1/metrics")
+            readers.append(PeriodicExportingMetricReader(points))
+        self._meters = MeterProvider(metric_readers=readers, resource=resource, shutdown_on_exit=False)
         self._tracer = self._traces.get_tracer(SCOPE, version("trace-serve"))
         meter = self._meters.get_meter(SCOPE, version("trace-serve"))
         self.duration = meter.create_histogram(
@@ -83,7 +85,9 @@ class OtelTelemetry:
             description="Time per output token generated after the first token for successful responses.",
             explicit_bucket_boundaries_advisory=_PER_TOKEN_S,
         )
-        self._server: Attributes = {"server.address": host, "server.port": port}
+        self._server: Attributes = {"server.address": host}
+        if port:
+            self._server["server.port"] = port
         self._propagator = TraceContextTextMapPropagator()
 
     def request(self, request_id: str, route: str, headers: Mapping[str, str]) -> OtelRequestSpan:
@@ -145,6 +149,9 @@ class OtelRequestSpan:
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, context=set_span_in_context(self._span, Context()))
         return carrier
+
+    def set(self, name: str, value: str | int | float | bool) -> None:
+        self._span.set_attribute(name, value)
 
     def describe(self, model: str, attributes: Mapping[str, str | int | float | bool]) -> None:
         self._common["gen_ai.request.model"] = model
