@@ -1,7 +1,7 @@
 """Grades and verdict as OpenTelemetry events `gen_ai.evaluation.result`, in a file of OTLP JSON lines.
 
-Names: https://github.com/open-telemetry/semantic-conventions-genai (docs/gen-ai/gen-ai-events.md); what has none there is
-under `eval_gate.`. A collector reads the file with its OTLP JSON file receiver.
+Names: https://github.com/open-telemetry/semantic-conventions-genai (docs/gen-ai/gen-ai-events.md), and `eval_gate.` for
+what has none there. A collector reads the file with its OTLP JSON file receiver.
 """
 
 from __future__ import annotations

@@ -1,26 +1,15 @@
-"""The HTML report in a real headless Chromium, driven over its DevTools protocol."""
+"""The HTML report in a real headless Chromium."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import itertools
-import json
-import os
-import shutil
-import subprocess
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import pytest
+from headless import browser, needs_chromium
 
 from eval_gate.report.html import render_html
 from eval_gate.verdict import Verdict
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 PICK = """(name, value) => {
   const control = document.querySelector(`#flips ${name}`);
@@ -28,85 +17,7 @@ PICK = """(name, value) => {
   control.dispatchEvent(new Event("input"));
 }"""
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
-
-
-class Page:
-    """One tab.
-
-    Attributes:
-        complaints: console errors, exceptions and refused loads that the page caused.
-    """
-
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket = socket
-        self._numbers = itertools.count(1)
-        self.complaints: list[str] = []
-
-    async def call(self, method: str, **parameters: Any) -> Any:
-        number = next(self._numbers)
-        await self._socket.send_json({"id": number, "method": method, "params": parameters})
-        while True:
-            message = await self._socket.receive_json(timeout=30)
-            if message.get("id") == number:
-                assert "error" not in message, message
-                return message["result"]
-            self._note(message)
-
-    async def evaluate(self, expression: str) -> Any:
-        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
-
-    async def open(self, path: Path) -> None:
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            await self.call(f"{domain}.enable")
-        await self.call("Page.navigate", url=path.as_uri())
-        deadline = time.monotonic() + 30
-        while await self.evaluate("document.readyState + location.protocol") != "completefile:":
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
-
-    def _note(self, message: dict[str, Any]) -> None:
-        method, details = message.get("method"), message.get("params", {})
-        if method == "Runtime.exceptionThrown" or (
-            method == "Runtime.consoleAPICalled" and details.get("type") in ("error", "warning")
-        ):
-            self.complaints.append(json.dumps(details))
-        elif method == "Log.entryAdded" and details["entry"]["level"] in ("error", "warning"):
-            self.complaints.append(details["entry"]["text"])
-        elif method == "Network.requestWillBeSent" and not details["request"]["url"].startswith("file:"):
-            self.complaints.append(f"asks for {details['request']['url']}")
-
-
-@contextlib.asynccontextmanager
-async def browser(profile: Path) -> AsyncIterator[Page]:
-    assert CHROMIUM is not None
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-    process = subprocess.Popen(
-        [CHROMIUM, *flags, "--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "HOME": str(profile)},
-        start_new_session=True,
-    )
-    try:
-        place = profile / "DevToolsActivePort"
-        deadline = time.monotonic() + 60
-        while not place.exists() or not place.read_text().strip():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.1)
-        port = place.read_text().split()[0]
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-                target = next(item for item in await answer.json() if item["type"] == "page")
-            async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                yield Page(socket)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait(10)
+pytestmark = needs_chromium
 
 
 async def test_the_page_renders_filters_and_searches_without_complaint(
@@ -143,4 +54,42 @@ async def test_the_page_renders_filters_and_searches_without_complaint(
         await page.evaluate("document.querySelector('#flips details').open = true")
         assert "boom()" in await page.evaluate("document.querySelector('#flips details').innerText")
         assert await page.evaluate("document.querySelectorAll('script').length") == 1
+        assert page.complaints == []
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+async def test_drift_and_flips_of_hostile_answers_fit_the_page_and_run_nothing(
+    make_verdict: Callable[..., Verdict], tmp_path: Path, width: int
+) -> None:
+    answer = "<img src=http://127.0.0.1:9/x onerror=boom()> \x1b[31m " + "unbroken" * 400
+    verdict = make_verdict(match=150, lost=50, answer=answer, prompt="p" * 3000, tokens=True)
+    report = tmp_path / "report.html"
+    report.write_text(render_html(verdict), encoding="utf-8")
+    async with browser(tmp_path / "profile") as page:
+        await page.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
+        )
+        await page.open(report)
+        assert "tokens part in 50 of 200 pairs" in await page.evaluate("document.querySelector('#drift').innerText")
+        heights = "[...document.querySelectorAll('#drift rect.count')].map((bar) => bar.getBoundingClientRect().height)"
+        assert max(await page.evaluate(heights)) > 20
+        await page.evaluate("document.querySelectorAll('#flips details').forEach((item) => { item.open = true; })")
+        first = "document.querySelector('#flips details .place').innerText"
+        assert await page.evaluate(first) == "first different token: 0, training “yes”, serving “<img”"
+        marks = "document.querySelector('#flips details .side > div:nth-child(2) mark.first').innerText"
+        assert await page.evaluate(marks) == "<img"
+        assert await page.evaluate("document.querySelectorAll('img').length") == 0
+        assert await page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert page.complaints == []
+
+
+async def test_two_thousand_flips_are_searched_at_once(make_verdict: Callable[..., Verdict], tmp_path: Path) -> None:
+    verdict = make_verdict(match=10, lost=2500)
+    report = tmp_path / "report.html"
+    report.write_text(render_html(verdict), encoding="utf-8")
+    async with browser(tmp_path / "profile") as page:
+        await page.open(report)
+        await page.evaluate(f"({PICK})('input', 'q1234')")
+        assert await page.evaluate("document.querySelector('.count').innerText") == "1 of 2000 shown"
+        assert "and 500 more in verdict.json" in await page.evaluate("document.querySelector('#flips').innerText")
         assert page.complaints == []

@@ -6,9 +6,11 @@ import io
 from collections.abc import Callable
 from datetime import UTC, datetime
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
+from headless import browser, needs_chromium
 from rich.console import Console
 
 from eval_gate.attribute.cost import CostModel
@@ -20,6 +22,7 @@ from eval_gate.attribute.terminal import live_steps, print_attribution
 from eval_gate.attribute.variants import Layout, describe, layer_text
 from eval_gate.flips import flipped_queries
 from eval_gate.policy import GatePolicy
+from eval_gate.verdict import TokenDifference
 from trace_serve.policy.dims import ModelDims
 from trace_serve.recipe import Recipe
 
@@ -107,6 +110,28 @@ def test_the_page_holds_every_recipe_and_no_markup_of_a_model(finding: Attributi
     assert "not recorded" in page
     assert f"Flipped under the recipe as it is ({len(finding.flipped)})" in page
     assert "NaN" not in page
+
+
+@needs_chromium
+async def test_the_page_renders_in_a_browser_without_complaint(finding: Attribution, tmp_path: Path) -> None:
+    token = TokenDifference(index=3, training=" 4", serving=HOSTILE)
+    flipped = tuple(flip.model_copy(update={"first_different_token": token}) for flip in finding.flipped)
+    report = tmp_path / "report.html"
+    report.write_text(render_html(finding.model_copy(update={"flipped": flipped})), encoding="utf-8")
+    async with browser(tmp_path / "profile") as page:
+        await page.open(report)
+        assert HOSTILE in await page.evaluate("document.title + document.body.innerText")
+        assert await page.evaluate("document.querySelectorAll('script').length") == 0
+        points = await page.evaluate("document.querySelectorAll('svg circle.point').length")
+        assert points == len(finding.steps)
+        assert await page.evaluate("document.querySelector('svg').getBoundingClientRect().height > 50")
+        shown = "document.querySelectorAll('details').length"
+        assert await page.evaluate(shown) == min(200, len(finding.flipped))
+        await page.evaluate("document.querySelector('details summary').click()")
+        assert await page.evaluate("document.querySelector('details').open")
+        assert f"serving “{HOSTILE}”" in await page.evaluate("document.querySelector('details .place').innerText")
+        assert await page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert page.complaints == []
 
 
 def test_the_terminal_shows_gap_and_outcome_of_each_recipe(finding: Attribution) -> None:
