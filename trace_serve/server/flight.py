@@ -124,4 +124,5 @@ class Flight:
     async def _wait_until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._end(ClientGoneError())
+        if not self.complete:  # a server also says so once the whole answer has been sent
+            self._end(ClientGoneError())

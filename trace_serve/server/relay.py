@@ -132,7 +132,7 @@ class StreamResponse(Response):
 
     async def _answer(self, send: Send) -> str:
         try:
-            await self._flight.run(self._pump(send))
+            await self._flight.run(self._pump_in_task(send))
         except ApiError as error:
             try:
                 async with asyncio.timeout(min(self._stall_s, ERROR_EVENT_S)):
@@ -142,22 +142,33 @@ class StreamResponse(Response):
             return error.code or "error"
         return "ok"
 
+    async def _pump_in_task(self, send: Send) -> None:
+        """A coroutine that is resumed walks through all its callers, thirty with middleware; a task has none."""
+        await asyncio.create_task(self._pump(send))
+
     async def _pump(self, send: Send) -> None:
         await self._pass_on(send, self._opening.first)
-        upstream, buffer, idle_s = self._opening.upstream, self._opening.buffer, self._opening.idle_s
-        while not self._flight.complete:
-            chunk = await _read(upstream, idle_s)
-            try:
-                frames = buffer.feed(chunk)
+        content, feed, clock = self._opening.upstream.content, self._opening.buffer.feed, self._loop.time
+        try:
+            while not self._flight.complete:
+                chunk = await content.readany()
+                if not chunk:
+                    raise engine_failed("the engine ended its answer without [DONE]", code="answer_cut")
+                frames = feed(chunk)
                 if not frames:
                     continue
-                seen = None if is_plain(frames) else inspect_frames(frames)
-            except FrameError as exc:
-                raise engine_failed(f"the engine sent a frame that is {exc}") from exc
-            if seen is None:
-                await self._write(send, frames)
-            else:
-                await self._pass_on(send, seen)
+                if is_plain(frames):
+                    self._writing_since = clock()
+                    await send({"type": "http.response.body", "body": frames, "more_body": True})
+                    self._writing_since = None
+                else:
+                    await self._pass_on(send, inspect_frames(frames))
+        except FrameError as exc:
+            raise engine_failed(f"the engine sent a frame that is {exc}") from exc
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            raise _read_failed(exc, self._opening.idle_s) from exc
+        except OSError as exc:
+            raise ClientGoneError from exc
 
     async def _pass_on(self, send: Send, seen: Inspected) -> None:
         if seen.usage is not None:
@@ -208,13 +219,17 @@ async def _open(flight: Flight, client: EngineClient, path: str, payload: dict[s
 async def _read(upstream: aiohttp.ClientResponse, idle_s: float) -> bytes:
     try:
         chunk = await upstream.content.readany()
-    except TimeoutError as exc:
-        raise engine_silent(idle_s) from exc
-    except aiohttp.ClientError as exc:
-        raise engine_failed("the engine broke off its answer", code="answer_cut") from exc
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        raise _read_failed(exc, idle_s) from exc
     if not chunk:
         raise engine_failed("the engine ended its answer without [DONE]", code="answer_cut")
     return chunk
+
+
+def _read_failed(error: Exception, idle_s: float) -> ApiError:
+    if isinstance(error, TimeoutError):
+        return engine_silent(idle_s)
+    return engine_failed("the engine broke off its answer", code="answer_cut")
 
 
 async def _refusal(flight: Flight, upstream: aiohttp.ClientResponse, payload: dict[str, Any]) -> ApiError:

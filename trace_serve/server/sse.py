@@ -152,19 +152,18 @@ def _last_border(data: bytes | bytearray, mark: bytes, start: int, stop: int | N
     return 0 if at < 0 else at + len(mark)
 
 
-def _stands(data: bytes, key: bytes) -> bool:
-    """Whether a JSON key stands anywhere with a value other than null."""
-    return key in data and data.count(key) != data.count(key + b":null")
+def _stands(data: bytes, key: bytes, stop: int | None = None) -> bool:
+    """Whether a JSON key stands in `data[:stop]` with a value other than null."""
+    found = data.count(key, 0, stop)
+    return found > 0 and found != data.count(key + b":null", 0, stop) + data.count(key + b": null", 0, stop)
 
 
 def _plain_bytes(frames: bytes) -> int:
     """Length of the leading frames in which a byte scan finds nothing; they need no splitting."""
     first = min((at for mark in _MARKS if (at := frames.find(mark)) >= 0), default=len(frames))
     for key in _KEYS:
-        at = frames.find(key, 0, first)
-        while at >= 0 and frames.startswith(b":null", at + len(key)):
-            at = frames.find(key, at + 1, first)
-        first = first if at < 0 else at
+        if _stands(frames, key, first):
+            first = frames.find(key, 0, first)
     return max(_last_border(frames, b"\n\n", 0, first), _last_border(frames, b"\r\n\r\n", 0, first))
 
 

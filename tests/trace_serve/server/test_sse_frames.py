@@ -86,10 +86,10 @@ def test_a_suspect_frame_that_is_not_json_is_refused() -> None:
 
 
 def test_usage_and_metadata_that_are_null_are_not_looked_into() -> None:
-    plain = b'data: {"choices": [], "usage":null, "metadata":null}\n\n'
+    plain = b'data: {"choices": [], "usage":null, "metadata": null}\n\n'
     assert is_plain(plain * 3)
     assert not is_plain(plain * 3 + b'data: {"usage":{"completion_tokens":3}}\n\n')
-    assert not is_plain(plain + b'data: {"usage": null}\n\ndata: {error\n\n')
+    assert not is_plain(plain + b"data: {error\n\n")
 
 
 @pytest.mark.parametrize("border", [b"\n\n", b"\r\n\r\n"])
