@@ -66,7 +66,7 @@ class Settings(BaseSettings):
     tool_call_parser: str | None = Field(
         None,
         pattern=r"^[a-z0-9_-]+$",
-        description="SGLang's parser of the model's tool calls (qwen, llama3, mistral, hermes, ...); none refuses tools",
+        description="SGLang's parser of the model's tool calls (qwen, llama3, ...); without one tools are refused",
     )
     engine_log: Path | None = Field(None, description="file for the engine's output")
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from trace_serve.server import hint_files
 from trace_serve.server.authorization import Authorization
-from trace_serve.server.errors import ApiError, bad_request, not_found
+from trace_serve.server.cors import allow_origins, parse_origins
+from trace_serve.server.errors import ApiError, not_found
 from trace_serve.server.front_end import FrontEnd
 from trace_serve.server.generation import GenerationRoute
+from trace_serve.server.hot_routes import HotRoutes
+from trace_serve.server.models_routes import models_router
+from trace_serve.server.rollouts_routes import rollout_router
 from trace_serve.server.route_observer import RouteObserver
-from trace_serve.server.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
-from trace_serve.server.service import EngineFactory, Service
+from trace_serve.server.schemas import ChatRequest, CompletionRequest
+from trace_serve.server.service import EngineFactory
+from trace_serve.server.tokenize import tokenize_router
+from trace_serve.server.web import web_router
 from trace_serve.settings import Settings
-
-ROLLOUT_ID = re.compile(r"trace-[0-9a-f]{32}")
 
 
 def create_app(
@@ -53,19 +53,19 @@ def create_app(
         finally:
             await front.close()
 
-    app = FastAPI(title="trace-serve", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="trace-serve", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.front = front
-    app.add_middleware(RouteObserver, metrics=front.metrics)
-    created = int(time.time())
-
     chat = GenerationRoute(front, "/v1/chat/completions", ChatRequest)
     completions = GenerationRoute(front, "/v1/completions", CompletionRequest)
+    app.add_middleware(HotRoutes, routes={"/v1/chat/completions": chat, "/v1/completions": completions})
+    app.add_middleware(RouteObserver, metrics=front.metrics)
+    allow_origins(app, parse_origins(settings.cors_origins))
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_of(ChatRequest))
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await chat(request)
 
-    @app.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
+    @app.post("/v1/completions")
     async def text_completions(request: Request) -> Response:
         return await completions(request)
 
@@ -77,29 +77,14 @@ def create_app(
             code="unsupported_endpoint",
         )
 
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        front.authenticate(request)
-        data = [_model_entry(service, created) for service in front.services.answering()]
-        return _json({"object": "list", "data": data}, front.response_headers())
-
-    @app.get("/v1/rollouts/{rollout_id}/hints")
-    async def hints(request: Request, rollout_id: str) -> Response:
-        front.authenticate(request)
-        if ROLLOUT_ID.fullmatch(rollout_id) is None:
-            raise not_found("rollout id: expected the x-trace-rollout header of an answer", param="id")
-        if settings.hint_dir is None:
-            raise not_found("this server keeps no hints; start it with --hint-dir", code="hints_off")
-        choice = request.query_params.get("choice")
-        if choice is not None and choice not in map(str, range(MAX_CHOICES)):
-            raise bad_request(f"choice: got {choice[:20]!r}, expected 0 to {MAX_CHOICES - 1}", param="choice")
-        name = rollout_id if choice is None else hint_files.choice_name(rollout_id, int(choice))
-        path = await hint_files.find(settings.hint_dir, name)
-        return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+    app.include_router(models_router(front))
+    app.include_router(rollout_router(front))
+    app.include_router(tokenize_router(front))
+    app.include_router(web_router(pages=settings.web_pages))
 
     @app.get("/trace/report")
     async def report(request: Request) -> Response:
-        front.authenticate(request)
+        front.authenticate(request, "report")
         return _json(await front.active.report(), front.response_headers())
 
     @app.get("/health/live")
@@ -115,7 +100,9 @@ def create_app(
         return _json({"status": "ready", "policy": label, "context_length": limits.context_length})
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        if settings.metrics_need_key:
+            front.authenticate(request, "metrics")
         return Response(await front.metrics_page.render(), media_type=CONTENT_TYPE_LATEST)
 
     @app.exception_handler(ApiError)
@@ -138,21 +125,3 @@ def create_app(
 
 def _json(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
     return Response(orjson.dumps(content), headers=headers, media_type="application/json")
-
-
-def _model_entry(service: Service, created: int) -> dict[str, Any]:
-    authorization, engine = service.authorization, service.supervisor.engine
-    return {
-        "id": authorization.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "trace-serve",
-        "policy_version": authorization.version,
-        "policy_digest": authorization.digest,
-        "max_model_len": None if engine is None else engine.limits.context_length,
-    }
-
-
-def _body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The request body in the OpenAPI document; validation is `schemas.parse_request`."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}

@@ -103,7 +103,8 @@ def test_health_and_metrics_need_no_key(shared: Running) -> None:
 def test_the_published_schema_states_the_ranges(client: httpx.Client) -> None:
     document = client.get("/openapi.json").json()
     schema = document["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert '"maximum": 20' in json.dumps(schema["properties"]["top_logprobs"])
+    body = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    assert '"maximum": 20' in json.dumps(body["properties"]["top_logprobs"])
 
 
 def test_many_refusals_keep_memory_flat(client: httpx.Client, shared: Running) -> None:

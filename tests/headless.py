@@ -32,6 +32,7 @@ class Page:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._numbers = itertools.count(1)
+        self._origin = "file:"
         self.complaints: list[str] = []
 
     async def call(self, method: str, **parameters: Any) -> Any:
@@ -49,12 +50,15 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    async def open(self, path: Path) -> None:
+    async def open(self, page: Path | str) -> None:
+        """Loads a file, or a URL of a server; requests to anywhere else are complaints."""
+        url = page.as_uri() if isinstance(page, Path) else page
+        self._origin = "file:" if isinstance(page, Path) else "/".join(url.split("/", 3)[:3]) + "/"
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
-        await self.call("Page.navigate", url=path.as_uri())
+        await self.call("Page.navigate", url=url)
         deadline = time.monotonic() + 30
-        while await self.evaluate("document.readyState + location.protocol") != "completefile:":
+        while await self.evaluate("document.readyState + location.href") != f"complete{url}":
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
 
@@ -66,8 +70,10 @@ class Page:
             self.complaints.append(json.dumps(details))
         elif method == "Log.entryAdded" and details["entry"]["level"] in ("error", "warning"):
             self.complaints.append(details["entry"]["text"])
-        elif method == "Network.requestWillBeSent" and not details["request"]["url"].startswith("file:"):
-            self.complaints.append(f"asks for {details['request']['url']}")
+        elif method == "Network.requestWillBeSent":
+            url = details["request"]["url"]
+            if not url.startswith((self._origin, "data:")):
+                self.complaints.append(f"asks for {url}")
 
 
 @contextlib.asynccontextmanager
