@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
-import orjson
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from trace_serve.server.errors import ApiError, bad_request, not_found, too_large
+from trace_serve.server import weight_versions
+from trace_serve.server.bodies import parse_json, read_body
+from trace_serve.server.cost import estimate_prompt, token_cost
+from trace_serve.server.errors import ApiError, bad_request
 from trace_serve.server.flight import ClientGoneError, Flight, mint_request_id
 from trace_serve.server.front_end import FrontEnd
+from trace_serve.server.keys_access import Caller
 from trace_serve.server.limits import check_context, check_limits
+from trace_serve.server.model_names import check_model
+from trace_serve.server.rate_limits import Reservation
 from trace_serve.server.relay import StreamResponse, fetch_answer, open_stream
+from trace_serve.server.rollouts_record import Recording
 from trace_serve.server.schemas import GenerationRequest, parse_request
 from trace_serve.server.service import Service
+from trace_serve.server.tool_calls import check_tools
 
 CLIENT_GONE_STATUS = 499
 """For logs and metrics only: nobody is left to receive it."""
@@ -57,34 +63,47 @@ class GenerationRoute:
 
     async def _answer(self, request: Request, rid: str, headers: dict[str, str], record: _Record) -> Response:
         front = self._front
-        key = front.authenticate(request)
-        body = await _read_body(request, front.settings.max_body_bytes, front.settings.body_timeout_s)
-        wanted = parse_request(self._schema, _parse_json(body))
+        caller = front.authenticate(request, "generate")
+        body = await read_body(request, front.settings.max_body_bytes, front.settings.body_timeout_s)
+        wanted = parse_request(self._schema, parse_json(body))
         record.observed.asked(body, wanted)
         service = front.choose(wanted.user or rid, wanted.model)
         if wanted.trace_hints and not service.authorization.hints:
             raise bad_request("trace_hints: this server keeps no hints; start it with --hint-dir", param="trace_hints")
         engine = service.engine_in_service()
         check_limits(wanted, engine.limits)
-        self._check_model(wanted)
+        check_model(wanted.model, front.services.answering())
+        await check_tools(wanted, service, front.settings)
+        cost = self._cost(wanted, estimate_prompt(wanted), engine.limits.context_length)
+        reservation = front.rate_limits.reserve(caller, cost)
+        headers.update(reservation.headers())
 
         flight = Flight(rid, engine, front.client, request.receive)
+        record.settles(reservation, flight)
         front.flights.add(flight)
         handed_over = False
         try:
-            service = await flight.run(self._admit(flight, key, wanted))
+            service = await flight.run(self._admit(flight, caller, wanted, cost))
             headers.update(service.headers())
             record.observed.served_by(service.authorization)
             flight.trace_headers = record.observed.upstream_headers()
-            if wanted.trace_hints:
+            if wanted.records_rollout:
                 headers["x-trace-rollout"] = rid
+                hints = bool(wanted.trace_hints)
+                record.recording = Recording(front.rollouts, rid, caller.name, service, route=self._path, hints=hints)
+            await flight.run(weight_versions.check_loaded(front.client, flight.engine, wanted))
             payload = wanted.upstream_payload(rid=rid, served_name=flight.engine.served_name)
+            shadow = front.services.shadow(wanted.user or rid)
+            if shadow is not None:
+                record.observed.copied(body, shadow.copy(self._path, payload))
             if not wanted.stream:
                 content, answer = await flight.run(fetch_answer(flight, front.client, self._path, payload))
+                headers.update(weight_versions.of_answer(wanted, answer))
                 record.observed.answered(content, answer)
                 record.finish(200, "ok", answer.get("usage"))
                 return Response(content, headers=headers, media_type="application/json")
             opening = await flight.run(open_stream(flight, front.client, self._path, payload))
+            headers.update(weight_versions.of_stream(wanted, opening.upstream.headers))
             record.observed.first_frame()
 
             def finished(outcome: str, usage: dict[str, Any] | None) -> None:
@@ -100,30 +119,25 @@ class GenerationRoute:
                 flight.close()
                 front.flights.discard(flight)
 
-    async def _admit(self, flight: Flight, key: str, wanted: GenerationRequest) -> Service:
+    async def _admit(self, flight: Flight, caller: Caller, wanted: GenerationRequest, cost: int) -> Service:
         """Takes a place in an engine, then counts the prompt, so that floods are turned away before any work.
 
         The service is chosen here, after the wait: policies may have changed meanwhile.
         """
-        flight.ticket = await self._front.admission.acquire(key)
+        concurrent = caller.limits.concurrent
+        flight.ticket = await self._front.admission.acquire(caller.name, cost, concurrent=concurrent)
         self._front.metrics.queue_wait.observe(time.monotonic() - flight.started_at)
         service = self._front.choose(wanted.user or flight.rid, wanted.model)
         engine = await service.enter(flight)
         tokens = await service.counter.count(wanted)
         if tokens is not None:
             check_context(wanted, tokens, engine.limits)
+            flight.ticket.recount(self._cost(wanted, tokens, engine.limits.context_length))
         return service
 
-    def _check_model(self, wanted: GenerationRequest) -> None:
-        answering = self._front.services.answering()
-        known = {name for service in answering for name in service.model_names}
-        if wanted.model is not None and wanted.model not in known:
-            names = " or ".join(repr(service.authorization.name) for service in answering)
-            raise not_found(
-                f"model: got {wanted.model!r}, expected {names}, the policy in service",
-                param="model",
-                code="model_not_found",
-            )
+    def _cost(self, wanted: GenerationRequest, prompt_tokens: int, context_length: int) -> int:
+        default = self._front.settings.default_completion_tokens
+        return token_cost(wanted, prompt_tokens, context_length=context_length, default_completion=default)
 
 
 class _Record:
@@ -131,34 +145,18 @@ class _Record:
 
     def __init__(self, front: FrontEnd, route: str, rid: str, headers: Headers, began: float) -> None:
         self.observed = front.observers.request(rid, route, headers, began)
+        self._reservation: Reservation | None = None
+        self._flight: Flight | None = None
+        self.recording: Recording | None = None
+
+    def settles(self, reservation: Reservation, flight: Flight) -> None:
+        """Charges the key's limits when the request ends."""
+        self._reservation, self._flight = reservation, flight
 
     def finish(self, status: int, outcome: str, usage: dict[str, Any] | None) -> None:
+        if self._reservation is not None and self._flight is not None:
+            sampled = self._flight.sent and status in (200, CLIENT_GONE_STATUS)
+            self._reservation.settle(usage, sent=sampled)
+        if self.recording is not None and self._flight is not None:
+            self.recording.end(outcome, self._flight.metadata)
         self.observed.end(status, outcome, usage)
-
-
-async def _read_body(request: Request, limit: int, timeout_s: float) -> bytes:
-    declared = request.headers.get("content-length")
-    if declared is not None and declared.isdigit() and int(declared) > limit:
-        raise too_large(limit)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
-                    raise too_large(limit)
-    except TimeoutError:
-        raise ApiError(
-            408,
-            f"the request body did not arrive in {timeout_s:g} s",
-            kind="invalid_request_error",
-            code="body_timeout",
-        ) from None
-    return bytes(body)
-
-
-def _parse_json(body: bytes) -> Any:
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as exc:
-        raise bad_request(f"body: not strict JSON in UTF-8: {exc}", code="invalid_json") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import sys
@@ -14,14 +13,14 @@ from types import FrameType
 
 import structlog
 import uvicorn
-from structlog.processors import ExceptionRenderer
-from structlog.tracebacks import ExceptionDictTransformer
 
 from trace_serve.errors import EXIT_PASS, ConfigError, TraceServeError
 from trace_serve.server.admin.run import Admin, open_registry
 from trace_serve.server.app import create_app
 from trace_serve.server.authorization import Authorization, authorize_policy
 from trace_serve.server.front_end import FrontEnd
+from trace_serve.server.logging_engine import FollowedEngine
+from trace_serve.server.logging_setup import configure_logging, hide
 from trace_serve.server.policies.registry import Registry
 from trace_serve.server.service import EngineFactory
 from trace_serve.server.supervisor import EngineLike
@@ -46,7 +45,10 @@ def serve_policy(
     Raises:
         TraceServeError: the policy may not be served; nothing has been started.
     """
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
+    for secret in (settings.api_key, settings.admin_key):
+        if secret is not None:
+            hide(secret.get_secret_value())
     with tempfile.TemporaryDirectory(prefix="trace-serve-hints-") as scratch:
         if settings.hint_dir is None and settings.mode == "rollout":
             settings = settings.model_copy(update={"hint_dir": Path(scratch)})
@@ -81,7 +83,7 @@ def engine_factory(settings: Settings) -> EngineFactory:
     from trace_serve.engine.launch import EngineConfig, EngineProcess
 
     def make(authorization: Authorization) -> EngineLike:
-        return EngineProcess(
+        engine = EngineProcess(
             EngineConfig(
                 model=authorization.path,
                 recipe=authorization.recipe,
@@ -96,11 +98,13 @@ def engine_factory(settings: Settings) -> EngineFactory:
                 context_length=settings.context_length,
                 stall_limit_s=settings.engine_stall_limit_s,
                 device=settings.device,
+                metrics=settings.engine_metrics,
                 extra_args=()
                 if settings.tool_call_parser is None
                 else (f"--tool-call-parser={settings.tool_call_parser}",),
             )
         )
+        return engine if settings.engine_log is not None else FollowedEngine(engine)
 
     return make
 
@@ -193,38 +197,6 @@ class _Server(uvicorn.Server):
     def _end(self, now: bool) -> None:
         self._front.begin_drain(now=now)
         self.should_exit = True
-
-
-def configure_logging(level: str) -> None:
-    """JSON lines on standard error, for our own events and for what libraries log."""
-    number = getattr(logging, level.upper())
-    shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        # Local variables of a traceback would put keys and prompts into the log.
-        ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
-    ]
-    structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.stdlib.LoggerFactory(),
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.JSONRenderer(),
-            ],
-        )
-    )
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(number)
-    logging.getLogger("uvicorn").setLevel(max(number, logging.WARNING))
 
 
 def fail(error: TraceServeError) -> int:
