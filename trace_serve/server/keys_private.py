@@ -42,14 +42,16 @@ def read_private(path: Path, *, flag: str, limit: int = 1 << 20) -> tuple[bytes,
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
         raise ConfigError(f"{flag}: {path} cannot be read ({exc.strerror})", field=field) from exc
-    with os.fdopen(handle, "rb") as file:
-        found = os.fstat(file.fileno())
+    try:
+        found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{flag}: {path} is not a regular file", field=field)
         _check_mode(path, found, flag, field)
         if found.st_size > limit:
             raise ConfigError(f"{flag}: {path} has {found.st_size} bytes, expected at most {limit}", field=field)
-        content = file.read(limit + 1)
+        content = os.read(handle, limit)
+    finally:
+        os.close(handle)
     return content, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
