@@ -98,12 +98,12 @@ class GenerationRoute:
                 record.observed.copied(body, shadow.copy(self._path, payload))
             if not wanted.stream:
                 content, answer = await flight.run(fetch_answer(flight, front.client, self._path, payload))
-                headers.update(weight_versions.of_answer(wanted, answer))
+                weight_versions.name_answer(headers, wanted, answer)
                 record.observed.answered(content, answer)
                 record.finish(200, "ok", answer.get("usage"))
                 return Response(content, headers=headers, media_type="application/json")
             opening = await flight.run(open_stream(flight, front.client, self._path, payload))
-            headers.update(weight_versions.of_stream(wanted, opening.upstream.headers))
+            weight_versions.name_stream(headers, wanted, opening.upstream.headers)
             record.observed.first_frame()
 
             def finished(outcome: str, usage: dict[str, Any] | None) -> None:

@@ -64,6 +64,11 @@ class Metrics:
         self.hint_bytes_served = self._counter(
             "trace_serve_hint_served_bytes", "Bytes of hint files that clients were given", []
         )
+        self.shadow_copies = self._counter(
+            "trace_serve_shadow_copies",
+            "Copies of requests for a shadow: stored, dropped (too many in flight), too_large, or failed",
+            ["result"],
+        )
         self.request_log = self._counter(
             "trace_serve_request_log_records",
             "Records for the request log: written, dropped (queue full), too_large, or failed (redaction or disk)",

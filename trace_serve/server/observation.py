@@ -100,6 +100,8 @@ class Observation:
         self._policy: Authorization | None = None
         self._body: bytes | None = None
         self._conversation: str | None = None
+        self._recorded = False
+        self._copy: Callable[[Exchange], None] | None = None
         self._streamed = False
         self._answer = bytearray()
         self._too_large = False
@@ -115,10 +117,15 @@ class Observation:
         request_log = self._observers.request_log
         if request_log is not None:
             self._conversation = conversation_of(self._headers.get(CONVERSATION_HEADER) or wanted.user)
-            if request_log.wants(self._id, self._conversation):
+            self._recorded = request_log.wants(self._id, self._conversation)
+            if self._recorded:
                 self._body = body
         if self._span is not None and wanted.max_tokens is not None:
             self._span.set("gen_ai.request.max_tokens", wanted.max_tokens)
+
+    def copied(self, body: bytes, copy: Callable[[Exchange], None]) -> None:
+        """Has `copy` called with the whole exchange at the end."""
+        self._body, self._copy = body, copy
 
     def served_by(self, policy: Authorization) -> None:
         """A policy has been chosen to answer; the request's model is a name of its own."""
@@ -201,27 +208,30 @@ class Observation:
             metrics.per_token.labels(self._route).observe((ended.total_s - ended.first_s) / (completion - 1))
 
     def _record(self, ended: Ended) -> None:
-        request_log = self._observers.request_log
-        if request_log is None or self._body is None:
+        if self._body is None:
             return
+        request_log = self._observers.request_log if self._recorded else None
         if self._too_large:
-            request_log.pass_over()
+            if request_log is not None:
+                request_log.pass_over()
             return
-        request_log.submit(
-            Exchange(
-                id=self._id,
-                route=self._route,
-                status=ended.status,
-                outcome=ended.outcome,
-                conversation=self._conversation,
-                at=time.time(),
-                policy=None if self._policy is None else self._policy.label,
-                digest=None if self._policy is None else self._policy.digest,
-                request=self._body,
-                response=bytes(self._answer) if self._answer and ended.outcome == "ok" else None,
-                streamed=self._streamed,
-            )
+        exchange = Exchange(
+            id=self._id,
+            route=self._route,
+            status=ended.status,
+            outcome=ended.outcome,
+            conversation=self._conversation,
+            at=time.time(),
+            policy=None if self._policy is None else self._policy.label,
+            digest=None if self._policy is None else self._policy.digest,
+            request=self._body,
+            response=bytes(self._answer) if self._answer and ended.outcome == "ok" else None,
+            streamed=self._streamed,
         )
+        if request_log is not None:
+            request_log.submit(exchange)
+        if self._copy is not None:
+            self._copy(exchange)
 
     def _log(self, ended: Ended, trace_id: str | None) -> None:
         usage = ended.usage or {}

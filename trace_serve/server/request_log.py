@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import structlog
@@ -153,6 +154,15 @@ def open_request_log(settings: Settings, count: Callable[[Result], None]) -> Req
     path = settings.request_log
     if path is None:
         return None
+    return open_log(path, settings, count)
+
+
+def open_log(path: Path, settings: Settings, count: Callable[[Result], None]) -> RequestLog:
+    """A request log at `path`, redacted and rotated as the settings say.
+
+    Raises:
+        ConfigError: see `open_request_log`.
+    """
     redactor, apply = _load_redactor(settings.request_log_redact)
     return RequestLog(
         LogFile(path, max_bytes=settings.request_log_max_bytes, files=settings.request_log_files),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
@@ -14,6 +14,7 @@ from trace_serve.errors import TraceServeError
 from trace_serve.server.authorization import Authorization
 from trace_serve.server.engine_client import EngineClient
 from trace_serve.server.errors import unavailable
+from trace_serve.server.policies.shadow import Shadow
 from trace_serve.server.service import EngineFactory, Service
 from trace_serve.settings import Settings
 
@@ -30,11 +31,13 @@ class Candidate:
         service: its engine.
         trial: `canary` answers a share of the requests; `shadow` gets copies of them and its answers are only stored.
         share: of requests, 0 to 1.
+        shadow: what sends and stores the copies of a shadow.
     """
 
     service: Service
     trial: Trial
     share: float
+    shadow: Shadow | None = None
 
     def takes(self, token: str) -> bool:
         """Whether a request belongs to the candidate's share; the same token always answers the same."""
@@ -102,12 +105,12 @@ class Services:
                 return candidate.service
         return active
 
-    def shadow(self, token: str) -> Service | None:
-        """The service that gets a copy of a request, if one does."""
+    def shadow(self, token: str) -> Shadow | None:
+        """What takes a copy of a request, if anything does."""
         candidate = self.candidate
-        if candidate is None or candidate.trial != "shadow" or not candidate.service.ready:
+        if candidate is None or candidate.shadow is None or not candidate.service.ready:
             return None
-        return candidate.service if candidate.takes(token) else None
+        return candidate.shadow if candidate.takes(token) else None
 
     def answering(self) -> list[Service]:
         """Services whose answers clients get."""
@@ -116,17 +119,29 @@ class Services:
             found.append(self.candidate.service)
         return found
 
+    def end_trial(self, candidate: Candidate, *, drain_s: float) -> None:
+        """Drops the candidate; its engine ends in the background."""
+        self.candidate = None
+        if candidate.shadow is not None:
+            self._in_background(candidate.shadow.close())
+        self.retire(candidate.service, drain_s=drain_s)
+
     def retire(self, service: Service, *, drain_s: float) -> None:
         """Ends a service in the background once its requests have finished, or at the deadline."""
-        task = asyncio.get_running_loop().create_task(self._retire(service, drain_s))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._in_background(self._retire(service, drain_s))
 
     async def stop(self) -> None:
         for task in list(self._ending):
             task.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
+        if self.candidate is not None and self.candidate.shadow is not None:
+            await self.candidate.shadow.close()
         await asyncio.gather(*(service.stop() for service in self))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     async def _retire(self, service: Service, drain_s: float) -> None:
         try:
@@ -142,8 +157,7 @@ class Services:
             self._on_fatal(error)
         elif self.candidate is not None and service is self.candidate.service:
             log.error("candidate_dropped", policy=service.authorization.label, reason=str(error))
-            self.candidate = None
-            self.retire(service, drain_s=0.0)
+            self.end_trial(self.candidate, drain_s=0.0)
 
 
 def _fraction(token: str) -> float:

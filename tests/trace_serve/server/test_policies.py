@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +15,11 @@ from typing import Any
 import httpx
 import pytest
 from policy_world import ADMIN_KEY, World
+from typer.testing import CliRunner
 
+from trace_serve.errors import ConfigError
 from trace_serve.recipe import PRESETS
+from trace_serve.server.admin import cli
 from trace_serve.server.policies.audit import verify
 
 
@@ -192,10 +197,64 @@ def test_a_canary_answers_its_share_and_is_promoted_or_dropped(world: World) -> 
     assert world.admin("POST", "/admin/promote").status_code == 400
 
 
-def test_a_canary_whose_engine_dies_for_good_is_dropped_and_the_active_policy_serves(tmp_path: Path) -> None:
-    import os
-    import signal
+def test_a_shadow_gets_copies_whose_answers_are_stored_and_returned_to_nobody(tmp_path: Path) -> None:
+    world = World(tmp_path, request_log_redact="none")
+    world.add("a@1")
+    world.add("b@1", hidden_size=128)
+    world.start("a@1")
+    try:
+        tried = world.admin("POST", "/admin/candidate", {"policy": "b@1", "trial": "shadow", "share": 1.0})
+        assert tried.status_code == 200, tried.text
+        asked = [world.ask("tokens=2", stream=index % 2 == 0) for index in range(6)]
+        assert {served_by(answer) for answer in asked} == {"a@1"}
+        ids = {answer.headers["x-request-id"] for answer in asked}
+        directory = world.state_dir / "shadow" / "b@1"
+        wait_for(lambda: all(len(lines(directory / f"{arm}.jsonl")) == 6 for arm in ("active", "candidate")))
+        active, candidate = (lines(directory / f"{arm}.jsonl") for arm in ("active", "candidate"))
+        assert {line["id"] for line in active} == {line["id"] for line in candidate} == ids
+        assert {line["policy"] for line in active} == {"a@1"}
+        assert {line["policy"] for line in candidate} == {"b@1"}
+        texts = {line["response"]["choices"][0]["message"]["content"] for line in active + candidate}
+        assert len(texts) == 1
+        assert {each["rid"] for each in world.seen("b@1")["seen"]} == {f"shadow-{line['id']}" for line in candidate}
+        # A shadow that fails harms nobody.
+        os.kill(world.engine("b@1")["pid"], signal.SIGKILL)
+        assert served_by(world.ask()) == "a@1"
+        assert world.admin("DELETE", "/admin/candidate").json()["candidate"] is None
+    finally:
+        assert world.stop() == 0
 
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_texts_are_stored_only_after_their_redaction_was_chosen(world: World) -> None:
+    refused = world.admin("POST", "/admin/candidate", {"policy": "b@1", "trial": "shadow", "share": 1.0})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_log_redact")
+    assert world.admin("GET", "/admin/state").json()["candidate"] is None
+
+
+def test_the_command_line_drives_the_admin_api(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACE_SERVE_ADMIN_KEY", ADMIN_KEY)
+    monkeypatch.setenv("TRACE_SERVE_ADMIN_URL", f"http://127.0.0.1:{world.event('admin_listening')['port']}")
+    run = CliRunner()
+    done = run.invoke(cli.app, ["activate", "a@2"])
+    assert done.exit_code == 0, done.output
+    assert "a@2 is active" in done.output
+    listed = run.invoke(cli.app, ["list"])
+    assert [row.split()[:2] for row in listed.output.splitlines()[1:4]] == [
+        ["a@1", "previous"], ["a@2", "active"], ["b@1", "-"]
+    ]  # fmt: skip
+    assert "a@1 is active" in run.invoke(cli.app, ["rollback"]).output
+    head = json.loads(run.invoke(cli.app, ["state"]).output)["audit_head"]
+    log = str(world.state_dir / "audit.jsonl")
+    assert run.invoke(cli.app, ["verify-audit", log, "--head", head]).exit_code == 0
+    assert isinstance(run.invoke(cli.app, ["verify-audit", log, "--head", "sha256:0"]).exception, ConfigError)
+    assert isinstance(run.invoke(cli.app, ["activate", "nobody"]).exception, ConfigError)
+
+
+def test_a_canary_whose_engine_dies_for_good_is_dropped_and_the_active_policy_serves(tmp_path: Path) -> None:
     world = World(tmp_path, max_restarts=0)
     world.add("a@1")
     world.add("b@1", hidden_size=128)
@@ -274,7 +333,7 @@ class TestProduction:
     def test_only_a_passing_verdict_about_exactly_this_policy_activates(self, tmp_path: Path) -> None:
         from eval_gate.stats.rule import Outcome
 
-        world = World(tmp_path, mode="production")
+        world = World(tmp_path, mode="production", request_log_redact="none")
         good, other = world.add("a@1"), world.add("a@2", weight=2.0)
         blocked = world.add("a@3", weight=3.0)
         world.add("a@4", weight=4.0)

@@ -11,8 +11,6 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from trace_serve.errors import ConfigError, EngineError, TraceServeError, VerdictRefused
 from trace_serve.server.policies.audit import verify as verify_chain
@@ -38,12 +36,14 @@ def list_policies(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("policy", "serves", "verdict", "digest"):
-        table.add_column(heading, overflow="fold")
-    for row in answer["policies"]:
-        table.add_row(row["policy"], _part(row, answer), _verdict(row), str(row.get("digest") or "-")[:19])
-    Console().print(table)
+    rows = [("policy", "serves", "digest", "verdict")]
+    rows += [
+        (row["policy"], _part(row, answer), (row.get("digest") or "-")[:19], _verdict(row))
+        for row in answer["policies"]
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:  # no table: its reasons would fold at the terminal's width
+        typer.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]))
 
 
 @app.command()
@@ -105,9 +105,7 @@ def drop(url: Url = DEFAULT_URL) -> None:
 
 
 @app.command()
-def audit(
-    lines: Annotated[int, typer.Option(help="Events to show, 1 to 1000.")] = 20, url: Url = DEFAULT_URL
-) -> None:
+def audit(lines: Annotated[int, typer.Option(help="Events to show, 1 to 1000.")] = 20, url: Url = DEFAULT_URL) -> None:
     """Show the last events of the audit log, as JSON lines."""
     for event in _call(url, "GET", f"/admin/audit?lines={lines}")["events"]:
         typer.echo(json.dumps(event))

@@ -18,6 +18,8 @@ from trace_serve.server.policies.activation import Activator
 from trace_serve.server.policies.audit import AuditLog
 from trace_serve.server.policies.digests import DigestCache
 from trace_serve.server.policies.registry import Registry
+from trace_serve.server.policies.shadow import Shadow
+from trace_serve.server.service import Service
 from trace_serve.settings import Settings
 
 log = structlog.get_logger("trace_serve.admin")
@@ -90,8 +92,10 @@ class Admin:
         """Begins to listen, and to bring back the policy that was active before; the front-end is open."""
         settings = self._settings
         if self._registry is not None and self._audit is not None:
-            state = state_dir(settings) / "active.json"
-            self._activator = Activator(self._front.services, self._registry, self._audit, settings, state)
+            state = state_dir(settings)
+            self._activator = Activator(
+                self._front.services, self._registry, self._audit, settings, state / "active.json", self._shadow
+            )
             label = self._activator.remembered()
             if label is not None and self._front.services.active is None:
                 self._restoring = asyncio.create_task(self._restore(self._activator, label))
@@ -115,6 +119,13 @@ class Admin:
             self._server.should_exit = self._server.force_exit = True
             await asyncio.gather(self._task, return_exceptions=True)
         self._listener.close()
+
+    def _shadow(self, service: Service) -> Shadow:
+        directory = state_dir(self._settings) / "shadow" / service.authorization.label
+        counter = self._front.metrics.shadow_copies
+        return Shadow(
+            service, self._front.client, self._settings, directory, lambda result: counter.labels(result).inc()
+        )
 
     async def _restore(self, activator: Activator, label: str) -> None:
         try:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,6 +18,7 @@ from trace_serve.server.authorization import Authorization
 from trace_serve.server.errors import ApiError
 from trace_serve.server.policies.audit import AuditLog
 from trace_serve.server.policies.registry import Registry
+from trace_serve.server.policies.shadow import Shadow
 from trace_serve.server.service import Service
 from trace_serve.server.services import Candidate, Services, Trial
 from trace_serve.settings import Settings
@@ -54,10 +55,17 @@ class Activator:
         audit: what every operation is written to, before and after.
         settings: time-outs.
         state_path: where the active policy's label is kept for the next start.
+        open_shadow: makes what stores a shadow's answers.
     """
 
     def __init__(
-        self, services: Services, registry: Registry, audit: AuditLog, settings: Settings, state_path: Path
+        self,
+        services: Services,
+        registry: Registry,
+        audit: AuditLog,
+        settings: Settings,
+        state_path: Path,
+        open_shadow: Callable[[Service], Shadow],
     ) -> None:
         self.registry = registry
         self.audit = audit
@@ -65,6 +73,7 @@ class Activator:
         self._services = services
         self._settings = settings
         self._state_path = state_path
+        self._shadow = open_shadow
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="policies")
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -262,7 +271,7 @@ class Activator:
             raise ConfigError(f"{trial}: no policy is active to try another beside", field="policy")
         current = self._services.candidate
         if current is not None and current.service.authorization.label == label and current.trial == trial:
-            self._services.candidate = Candidate(current.service, trial, share)
+            self._services.candidate = replace(current, share=share)
             return current.service.authorization
         if current is not None:
             raise ConfigError(
@@ -271,7 +280,13 @@ class Activator:
             )
         judged = trial == "canary"
         new = await self.in_thread(lambda: self.registry.authorize(label, judged=judged))
-        self._services.candidate = Candidate(await self._start(new), trial, share)
+        service = await self._start(new)
+        try:
+            shadow = self._shadow(service) if trial == "shadow" else None
+        except ConfigError:
+            await service.stop()
+            raise
+        self._services.candidate = Candidate(service, trial, share, shadow)
         return new
 
     async def _promote(self) -> Authorization:
@@ -285,10 +300,10 @@ class Activator:
         return candidate.service.authorization
 
     async def _drop(self) -> None:
-        candidate, self._services.candidate = self._services.candidate, None
+        candidate = self._services.candidate
         if candidate is None:
             raise ConfigError("drop: there is no candidate", field="policy")
-        self._services.retire(candidate.service, drain_s=self._settings.drain_s)
+        self._services.end_trial(candidate, drain_s=self._settings.drain_s)
 
     def _remember(self, old: Authorization | None) -> None:
         self._services.previous = old
