@@ -61,6 +61,7 @@ class EngineConfig:
         tensor_parallel: ranks that share the model, each with a core of its own on the CPU; it has to divide the KV
             heads or be divided by them, and leave each expert a multiple of 16 intermediate values.
         device: `cpu` or `cuda`.
+        metrics: whether SGLang's own Prometheus metrics are on its `/metrics`.
         extra_args: further arguments of SGLang's server, as on its command line.
     """
 
@@ -83,6 +84,7 @@ class EngineConfig:
     partial_refit: bool = False
     tensor_parallel: int = 1
     device: str = "cpu"
+    metrics: bool = False
     extra_args: tuple[str, ...] = field(default=())
 
 
@@ -218,6 +220,13 @@ class EngineProcess:
         env.pop("SGLANG_PLUGINS", None)
         env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
         env.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", self._model_package)
+        env.pop("PROMETHEUS_MULTIPROC_DIR", None)
+        if self.config.metrics:
+            # SGLang's processes share their counters through files; here they are removed with the engine.
+            assert self._run_dir is not None
+            shared = Path(self._run_dir.name) / "metrics"
+            shared.mkdir(exist_ok=True)
+            env["PROMETHEUS_MULTIPROC_DIR"] = str(shared)
         if self.config.device == "cpu":
             env.update(SGLANG_USE_CPU_ENGINE="1", CUDA_VISIBLE_DEVICES="")
             # Two engines and their clients share the cores here; more threads than one a scheduler only contend.
@@ -250,6 +259,8 @@ class EngineProcess:
         if self.recipe.experts != "bf16":
             arguments["--quantization"] = spec.QUANTIZATION
         flags = ["--skip-server-warmup", "--sleep-on-idle", "--enable-return-routed-experts"]
+        if config.metrics:
+            flags.append("--enable-metrics")
         # Joined by "=", so that no value can be taken for an option, whatever it starts with.
         joined = [f"{name}={value}" for name, value in arguments.items()]
         return [*joined, *flags, *self._model_arguments, *config.extra_args]

@@ -50,6 +50,7 @@ def install(app: Any, scheduler_infos: list[dict[str, Any]]) -> None:
             "incidents": telemetry.incidents(),
             "hint_files": {
                 "written": telemetry.get("hint_files"),
+                "bytes": telemetry.get("hint_bytes"),
                 "failed": telemetry.get("hint_failures"),
                 "dropped": telemetry.get("hints_dropped"),
                 "expired": telemetry.get("hints_expired"),

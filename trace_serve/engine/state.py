@@ -134,6 +134,8 @@ class EngineState:
         }
         for name in counters.get(event.kind, ()):
             self.telemetry.add(name, event.count)
+        if event.kind == "written":
+            self.telemetry.add("hint_bytes", event.bytes)
 
     def flush_counters(self) -> None:
         """Moves the incident counts of the kernels to the shared telemetry."""

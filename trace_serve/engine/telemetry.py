@@ -21,6 +21,7 @@ _FIELDS = (
     "saturated",
     "underflow_blocks",
     "hint_files",
+    "hint_bytes",
     "hint_failures",
     "hints_dropped",
     "hints_expired",

@@ -50,6 +50,17 @@ def serve(
     max_per_key: Annotated[int | None, typer.Option(help="Requests of one API key, running and waiting.")] = None,
     drain_s: Annotated[float | None, typer.Option(help="Seconds running requests may finish after SIGTERM.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="json, or console for people.")] = None,
+    otel_endpoint: Annotated[
+        str | None, typer.Option(help="OTLP/HTTP collector for traces and metrics; default: OTEL_ variables.")
+    ] = None,
+    request_log: Annotated[
+        Path | None, typer.Option(help="File of requests and answers that eval-gate can replay.")
+    ] = None,
+    request_log_redact: Annotated[
+        str | None, typer.Option(help="presidio, module:function, or none to write texts as they are.")
+    ] = None,
+    request_log_share: Annotated[float | None, typer.Option(help="Share of conversations recorded; default 1.")] = None,
     exit_with_parent: Annotated[
         bool | None, typer.Option("--exit-with-parent", help="Stop when the starting process is gone.", hidden=True)
     ] = None,
@@ -90,6 +101,11 @@ def serve(
             max_per_key=max_per_key,
             drain_s=drain_s,
             log_level=log_level,
+            log_format=log_format,
+            otel_endpoint=otel_endpoint,
+            request_log=request_log,
+            request_log_redact=request_log_redact,
+            request_log_share=request_log_share,
             exit_with_parent=exit_with_parent,
         )
         code = serve_policy(policy, settings)

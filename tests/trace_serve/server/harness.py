@@ -20,8 +20,9 @@ import scripted_engine
 from trace_serve.errors import EngineError, TraceServeError
 from trace_serve.recipe import PRESETS
 from trace_serve.server.authorization import Authorization
+from trace_serve.server.logging_setup import configure_logging
 from trace_serve.server.process import ServerProcess
-from trace_serve.server.run import configure_logging, fail, run_server
+from trace_serve.server.run import fail, run_server
 from trace_serve.settings import Settings
 
 RECIPE = PRESETS["default"]
@@ -180,7 +181,7 @@ def main() -> None:
 
 
 def serve_scripted(policy: Path, settings: Settings) -> int:
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     authorization = Authorization(
         path=policy,
         name="scripted",
