@@ -10,7 +10,8 @@ from typing import Any
 
 FIELD = "trace_rollout"
 VERSION_HEADER = "x-trace-weight-version"
-"""Of a stream: the label of the weights that computed its first token. Other answers have `metadata.weight_version`."""
+"""Of a stream: the percent-encoded label of the weights that computed its first token. Whole answers have
+`metadata.weight_version`."""
 
 
 def is_wanted(request: Any) -> bool:

@@ -14,8 +14,11 @@ from trace_serve.server.authorization import Authorization
 from trace_serve.server.engine_client import EngineClient, EngineView
 from trace_serve.server.errors import ApiError, unavailable
 from trace_serve.server.flight import Flight
+from trace_serve.server.remote import remote_addresses
+from trace_serve.server.remote_pool import RemotePool
 from trace_serve.server.supervisor import EngineLike, Supervisor
 from trace_serve.server.tokens import PromptCounter
+from trace_serve.server.weight_versions import header_value
 from trace_serve.settings import Settings
 
 log = structlog.get_logger("trace_serve.service")
@@ -54,14 +57,25 @@ class Service:
         self._held = False
         self._changed = asyncio.Condition()
         self._headers: dict[str, str] | None = None
-        self.supervisor = Supervisor(
-            lambda: factory(self.authorization),
-            client,
-            settings,
-            check_report=lambda report: self.authorization.check_report(report),
-            on_lost=self._engine_lost,
-            on_give_up=lambda error: on_give_up(self, error),
-        )
+        self.supervisor: Supervisor | RemotePool
+        if settings.engine_urls:
+            self.supervisor = RemotePool(
+                remote_addresses(settings),
+                client,
+                settings,
+                authorization,
+                on_lost=self._remote_engine_lost,
+                on_give_up=lambda error: on_give_up(self, error),
+            )
+        else:
+            self.supervisor = Supervisor(
+                lambda: factory(self.authorization),
+                client,
+                settings,
+                check_report=lambda report: self.authorization.check_report(report),
+                on_lost=self._engine_lost,
+                on_give_up=lambda error: on_give_up(self, error),
+            )
 
     def start(self) -> None:
         """Begins to start the engine; returns at once."""
@@ -112,6 +126,7 @@ class Service:
             async with self._changed:
                 await self._changed.wait()
         flight.engine = self.engine_in_service()
+        flight.reroute = self.supervisor.alternative
         flight.inside(self.flights)
         return flight.engine
 
@@ -129,8 +144,10 @@ class Service:
             }
             if self.authorization.verdict_id is not None:
                 headers["x-trace-verdict"] = self.authorization.verdict_id
+            if self._settings.engine_unverified:
+                headers["x-trace-engine"] = "unverified"
             self._headers = headers
-        version = self.supervisor.weight_version
+        version = header_value(self.supervisor.weight_version)
         return self._headers if version is None else {**self._headers, "x-trace-weight-version": version}
 
     @property
@@ -259,6 +276,12 @@ class Service:
             )
             while self.flights:
                 await asyncio.sleep(0.02)
+
+    def _remote_engine_lost(self, url: str, reason: str) -> None:
+        error = unavailable(f"the engine was lost: {reason}", code="engine_lost", retry_after_s=1.0)
+        for flight in list(self.flights):
+            if flight.engine.url == url:
+                flight.cut(error)
 
     def _engine_lost(self, reason: str) -> None:
         self.cut(unavailable(f"the engine was lost: {reason}", code="engine_lost", retry_after_s=5.0))

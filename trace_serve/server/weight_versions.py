@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 
@@ -35,8 +36,13 @@ async def check_loaded(client: EngineClient, engine: EngineView, wanted: Generat
     _compare(wanted, beat.get("weight_version"))
 
 
-def of_answer(wanted: GenerationRequest, answer: Mapping[str, Any]) -> dict[str, str]:
-    """The header that names the weights of a whole answer.
+def header_value(version: object) -> str | None:
+    """The label as a header can carry it; None where none can, and then the answer's metadata alone has it."""
+    return version if isinstance(version, str) and version.isascii() and version.isprintable() else None
+
+
+def name_answer(headers: dict[str, str], wanted: GenerationRequest, answer: Mapping[str, Any]) -> None:
+    """Sets the header that names the weights of a whole answer.
 
     Raises:
         ApiError: 409, the request asked for others, or some of its tokens were sampled by others.
@@ -45,23 +51,25 @@ def of_answer(wanted: GenerationRequest, answer: Mapping[str, Any]) -> dict[str,
     found = metadata if isinstance(metadata, dict) else {}
     for span in found.get("weight_versions") or ():
         _compare(wanted, span["version"])
-    return _header(wanted, found.get("weight_version"))
+    _name(headers, wanted, found.get("weight_version"))
 
 
-def of_stream(wanted: GenerationRequest, headers: Mapping[str, str]) -> dict[str, str]:
-    """The header that names the weights of a stream's first token, from the headers of the engine's answer.
+def name_stream(headers: dict[str, str], wanted: GenerationRequest, engine_headers: Mapping[str, str]) -> None:
+    """Sets the header that names the weights of a stream's first token, from the headers of the engine's answer.
 
     Raises:
         ApiError: 409, the request asked for others.
     """
-    return _header(wanted, headers.get(HEADER))
+    label = engine_headers.get(HEADER)
+    _name(headers, wanted, None if label is None else unquote(label))
 
 
-def _header(wanted: GenerationRequest, version: object) -> dict[str, str]:
+def _name(headers: dict[str, str], wanted: GenerationRequest, version: object) -> None:
     _compare(wanted, version)
-    if not isinstance(version, str) or not version.isascii() or not version.isprintable():
-        return {}  # no header can carry such a label; the answer's metadata does
-    return {HEADER: version}
+    headers.pop(HEADER, None)  # what the last heartbeat said of the engine, which may have changed since
+    value = header_value(version)
+    if value is not None:
+        headers[HEADER] = value
 
 
 def _compare(wanted: GenerationRequest, version: object) -> None:

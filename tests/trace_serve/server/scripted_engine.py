@@ -12,6 +12,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import scripted_shapes as shapes
 from aiohttp import web
@@ -46,6 +47,7 @@ class Upstream:
         self.seen: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.running = 0
+        self.health_asked = 0
         self.alive = True
         self.quarantined = False
         self.age_s = 0.1
@@ -57,8 +59,11 @@ class Upstream:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self.authenticate])
-        app.router.add_get("/trace/heartbeat", self.heartbeat)
-        app.router.add_get("/trace/report", self.get_report)
+        if self.report:
+            app.router.add_get("/trace/heartbeat", self.heartbeat)
+            app.router.add_get("/trace/report", self.get_report)
+        app.router.add_get("/health", self.healthy)
+        app.router.add_get("/v1/models", self.models)
         app.router.add_get("/v1/loads", self.loads)
         app.router.add_get("/script/seen", self.get_seen)
         app.router.add_post("/script/health", self.set_health)
@@ -81,6 +86,14 @@ class Upstream:
         beat = {"age_s": self.age_s, "limit_s": 20.0, "alive": self.alive, "quarantined": self.quarantined}
         beat["weight_version"] = self.weight_version
         return web.json_response(beat)
+
+    async def healthy(self, _: web.Request) -> web.Response:
+        self.health_asked += 1
+        return web.json_response({})
+
+    async def models(self, _: web.Request) -> web.Response:
+        card = {"id": SERVED_NAME, "object": "model", "max_model_len": CONTEXT_LENGTH}
+        return web.json_response({"object": "list", "data": [card]})
 
     async def get_report(self, _: web.Request) -> web.Response:
         return web.json_response(self.report)
@@ -174,7 +187,7 @@ class Upstream:
     async def stream(self, request: web.Request, payload: dict[str, Any], script: Script) -> web.StreamResponse:
         if script.has("moves"):
             self.weight_version = script.words["moves"]
-        version = {"x-trace-weight-version": self.weight_version}
+        version = {"x-trace-weight-version": quote(self.weight_version)}
         response = web.StreamResponse(headers={"content-type": "text/event-stream", **version})
         await response.prepare(request)
 
@@ -230,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--key", required=True)
-    parser.add_argument("--report", required=True)
+    parser.add_argument("--report", required=True, help="JSON; {} is a server that has no /trace routes")
     args = parser.parse_args()
     app = Upstream(args.key, json.loads(args.report)).app()
     web.run_app(app, host="127.0.0.1", port=args.port, print=None, handler_cancellation=True, access_log=None)

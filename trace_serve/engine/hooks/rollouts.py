@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import quote
 
 from sglang.srt.plugins.hook_registry import HookType
 
@@ -25,7 +26,8 @@ async def _stream(
     """SGLang makes the response once the first token is there, so its headers can tell what computed it."""
     response = await original(self, adapted_request, request, raw_request)
     if response.status_code == 200:
-        response.headers[rollout_records.VERSION_HEADER] = self.tokenizer_manager.config_value("weight_version")
+        # A trainer's label may be any text, and a header is ASCII.
+        response.headers[rollout_records.VERSION_HEADER] = quote(self.tokenizer_manager.config_value("weight_version"))
     return response
 
 
