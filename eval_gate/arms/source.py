@@ -144,6 +144,9 @@ def _transformers(role: Role, spec: str, endpoint: Endpoint) -> ArmSource:
             "give the policy directory or its endpoint",
             field=role,
         )
+    from trace_serve.policy.model import ModelShape, check_recipe_fits
+    from trace_serve.policy.tokenizer import read_json_object
+
     name, _, recipe_spec = spec.rpartition("@") if "@" in spec and not Path(spec).is_dir() else (spec, "", "")
     directory = _directory(role, name)
     evidence, own = _identify(directory, f"hf:{spec}")
@@ -156,6 +159,8 @@ def _transformers(role: Role, spec: str, endpoint: Endpoint) -> ArmSource:
         from trace_serve.recipe import load_recipe
 
         recipe = load_recipe(recipe_spec)
+    if recipe is not None:
+        check_recipe_fits(recipe, ModelShape.from_config(read_json_object(directory / "config.json")))
     identity = {"runtime": "transformers", "recipe_id": recipe.recipe_id if recipe else None}
     return ArmSource(role, None, endpoint, recipe, evidence.model_copy(update=identity), model=directory)
 

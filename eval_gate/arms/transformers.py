@@ -1,6 +1,6 @@
 """The model as a trainer computes it: Hugging Face transformers in this process, one request at a time.
 
-BF16, or with experts' weights and inputs fake-quantized under a recipe. torch is imported when the arm opens.
+BF16, or fake-quantized under a recipe (`fake_quantized`). torch is imported when the arm opens.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from eval_gate.arms.records import ErrorClass, Failure
 from trace_serve.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
+    from eval_gate.arms.rounding import Rounding
     from trace_serve.recipe import Recipe
 
 _PACKAGES = "needs torch and transformers; install trace-serve[gate-hf]"
@@ -30,20 +31,23 @@ class TransformersArm:
 
     Args:
         directory: Hugging Face model directory.
-        recipe: fake-quantize experts under it; None computes in BF16. Its KV cache format is not applied, since a
-            trainer has none.
+        recipe: experts and KV cache are fake-quantized under it; None computes in BF16.
         evidence: of the directory.
+        rounding: rounds activations, K and V; None is the recipe's own nearest rounding.
     """
 
-    def __init__(self, directory: Path, recipe: Recipe | None, evidence: ArmEvidence) -> None:
+    def __init__(
+        self, directory: Path, recipe: Recipe | None, evidence: ArmEvidence, rounding: Rounding | None = None
+    ) -> None:
         self._directory = directory
         self._recipe = recipe
         self._evidence = evidence
+        self._rounding = rounding
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eval-gate-transformers")
         self._stop = threading.Event()
         self._model: Any = None
         self._tokenizer: Any = None
-        self._layers = 0
+        self._experts = self._kv = 0
         self.model = directory.name
         self.root: str | None = str(directory)
 
@@ -67,8 +71,7 @@ class TransformersArm:
         from trace_serve.policy.tokenizer import chat_template_digest, tokenizer_digest
 
         config = self._model.config.get_text_config()
-        total, quantized = int(config.num_hidden_layers), self._layers
-        expert_format = "nvfp4 (fake-quantized)" if quantized else "bf16"
+        total = int(config.num_hidden_layers)
         return EngineReport(
             schema_version=1,
             mode="bf16" if self._recipe is None else "fake_quantized",
@@ -77,8 +80,8 @@ class TransformersArm:
             policy_digest=self._evidence.artifact_digest,
             tokenizer_digest=tokenizer_digest(self._directory),
             chat_template_digest=chat_template_digest(self._directory),
-            experts=LayerReport(format=expert_format, layers_quantized=quantized, layers_total=total),
-            kv=LayerReport(format="bf16", layers_quantized=0, layers_total=total),
+            experts=LayerReport(format=_format(self._experts), layers_quantized=self._experts, layers_total=total),
+            kv=LayerReport(format=_format(self._kv), layers_quantized=self._kv, layers_total=total),
             context_length=getattr(config, "max_position_embeddings", None),
             vocab_size=config.vocab_size,
         )
@@ -117,9 +120,10 @@ class TransformersArm:
         except (OSError, ValueError, RuntimeError) as exc:
             raise EngineError(f"hf:{self._directory}: cannot be loaded: {' '.join(str(exc).split())[:300]}") from exc
         if self._recipe is not None:
-            from eval_gate.arms.fake_experts import quantize_experts
+            from eval_gate.arms.fake_quantized import fake_quantize
 
-            self._layers = quantize_experts(self._model, self._recipe)
+            layers = fake_quantize(self._model, self._recipe, self._rounding)
+            self._experts, self._kv = layers.experts, layers.kv
 
     def _ids(self, body: dict[str, Any]) -> list[int]:
         if "prompt" in body:
@@ -168,3 +172,7 @@ class TransformersArm:
     def _stop_ids(self) -> set[int]:
         ids = self._model.generation_config.eos_token_id
         return set(ids) if isinstance(ids, list) else {ids}
+
+
+def _format(layers: int) -> str:
+    return "nvfp4 (fake-quantized)" if layers else "bf16"

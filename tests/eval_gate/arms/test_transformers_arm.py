@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from eval_gate.arms.fake_experts import NearestRounding, quantize_experts
+from eval_gate.arms.fake_experts import quantize_experts
 from eval_gate.arms.http import Endpoint
 from eval_gate.arms.records import Role
+from eval_gate.arms.rounding import NearestRounding
 from eval_gate.arms.source import ArmSource, resolve
 from eval_gate.execute import jobs
 from eval_gate.policy import GatePolicy
 from eval_gate.preflight import check_arm, compare_arms
 from eval_gate.queries import Query, QuerySet
-from trace_serve import nvfp4
 from trace_serve.errors import ConfigError, PolicyError
 from trace_serve.policy.manifest import Policy
 from trace_serve.recipe import Recipe
@@ -74,44 +73,13 @@ async def test_experts_are_fake_quantized_under_the_recipe(fp4_policy: Policy) -
     assert plain.failure is None
     assert evidence.recipe_id == fp4_policy.recipe_id
     assert evidence.report is not None
-    assert (evidence.report.mode, evidence.report.experts.layers_quantized) == (
-        "fake_quantized",
-        evidence.report.experts.layers_total,
-    )
+    assert evidence.report.mode == "fake_quantized"
+    for part in (evidence.report.experts, evidence.report.kv):
+        assert (part.format, part.layers_quantized) == ("nvfp4 (fake-quantized)", part.layers_total)
     assert check_arm(Role.TRAINING, evidence) == []
     other = evidence.model_copy(update={"recipe_id": "sha256:" + "0" * 64})
     assert "expected 'fake_quantized' under" in check_arm(Role.TRAINING, other)[0].message
     assert compare_arms(evidence, evidence) == []
-
-
-def test_what_the_experts_compute_is_the_product_of_quantized_operands(engine_model: Path) -> None:
-    import transformers
-
-    def load() -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(engine_model, dtype=torch.bfloat16).eval()
-
-    recipe = Recipe(expert_layers=(0,))
-    model, reference = load(), load()
-    assert quantize_experts(model, recipe) == 1
-    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
-    weights = next(module for name, module in reference.named_modules() if name.endswith(".experts"))
-    image = nvfp4.fake_quantize_weight(weights.gate_up_proj[1], recipe, parts=2)
-    assert torch.equal(experts[0].gate_up_proj[1], image)
-    assert not torch.equal(experts[0].gate_up_proj[1], weights.gate_up_proj[1])
-    x = torch.randn(3, image.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
-    chosen, share = torch.tensor([[1], [1], [1]]), torch.ones(3, 1)
-    rounding = NearestRounding(recipe)
-    with torch.inference_mode():
-        gate, up = (rounding.experts_in(0, x) @ image.T).float().chunk(2, dim=-1)
-        middle = rounding.experts_mid(0, 1, (torch.nn.functional.silu(gate) * up).bfloat16())
-        expected = middle @ experts[0].down_proj[1].T
-        got = experts[0](x, chosen, share)
-        plain = weights(x, chosen, share)
-    assert torch.equal(got, expected)
-    assert not torch.equal(got, plain)
-    last = len(experts) - 1
-    untouched = [m for n, m in reference.named_modules() if n.endswith(".experts")][last]
-    assert last == 0 or torch.equal(experts[last].gate_up_proj, untouched.gate_up_proj)
 
 
 def test_what_transformers_cannot_compute_is_refused(engine_model: Path) -> None:
@@ -127,9 +95,16 @@ def test_what_transformers_cannot_compute_is_refused(engine_model: Path) -> None
             return [("layers.0.experts", object())]
 
     with pytest.raises(ConfigError, match="experts of this layout"):
-        quantize_experts(Model(), Recipe())
-    with pytest.raises(ConfigError, match="expert_rotation 16"):
-        quantize_experts(Model(), Recipe(expert_rotation=16))
+        quantize_experts(Model(), Recipe(), NearestRounding(Recipe()))
+
+
+def test_a_recipe_that_the_model_cannot_carry_is_refused_before_anything_is_loaded(
+    engine_model: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps({"k_rotation": 64}))
+    with pytest.raises(PolicyError, match="head_dim 16 is not a multiple of 64"):
+        source(f"hf:{engine_model}@{recipe}")
 
 
 def test_the_same_files_in_transformers_and_in_an_engine_are_different_arms(engine_model: Path) -> None:
