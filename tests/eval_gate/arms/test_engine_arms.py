@@ -88,9 +88,7 @@ def test_the_training_time_version_of_a_recipe_is_nearer_to_the_engine_than_bf16
     experts = distance(model)
     model = transformers.AutoModelForCausalLM.from_pretrained(fp4_policy.path, dtype=torch.bfloat16).eval()
     fake_quantize(model, fp4_policy.recipe)
-    whole = distance(model)
-    print("distances", bf16, experts, whole)
-    assert whole < 0.8 * min(bf16, experts)
+    assert distance(model) < experts < bf16
 
 
 def test_an_arm_against_itself_on_the_engine_shows_its_noise(
