@@ -36,6 +36,9 @@ CONFIG = {
 }
 
 
+PAST, FUTURE = "2020-01-01T00:00:00Z", "2090-01-01T00:00:00Z"
+
+
 @dataclass(frozen=True)
 class World:
     """Everything lies below `root`."""
@@ -116,4 +119,41 @@ def statement_of(path: Path) -> dict[str, Any]:
 def write_envelope(path: Path, envelope: dict[str, Any]) -> Path:
     """Writes an envelope in the one form that is accepted."""
     path.write_bytes((json.dumps(envelope, sort_keys=True, separators=(",", ":")) + "\n").encode())
+    return path
+
+
+def wrong(world: World, check: str) -> Path:
+    """An envelope that fails this check and, as far as that is possible, every later one."""
+    good = world.statement()
+    predicate = good["predicate"]
+    expired = {"created": PAST, "expires": PAST}
+    foreign = world.root / "foreign.pem"
+    if not foreign.exists():
+        generate_key(foreign, world.root / "foreign.pub")
+    settings_edited = {"policy": {**predicate["policy"], "margin": 0.2}, **expired}
+    statements: dict[str, Any] = {
+        "payload": b"[]",
+        "predicateType": {**good, "predicateType": "other", "predicate": {}, "subject": []},
+        "predicate": {**good, "predicate": {**predicate, "outcome": "PERHAPS"}, "subject": []},
+        "subject": {**good, "predicate": {**predicate, **settings_edited}, "subject": good["subject"][1:]},
+        "gate_policy": {**good, "predicate": {**predicate, **settings_edited}},
+        "expires": {
+            **good,
+            "predicate": {**predicate, "created": FUTURE, "expires": PAST},
+        },
+        "created": {
+            **good,
+            "predicate": {**predicate, "created": FUTURE, "expires": "2091-01-01T00:00:00Z"},
+        },
+    }
+    if check in statements:
+        return world.resign(statements[check])
+    path = world.resign(b"[]", payload_type="text/plain", key=world.private_key if check == "payloadType" else foreign)
+    envelope = json.loads(path.read_bytes())
+    if check in ("envelope", "signatures"):
+        envelope["signatures"] *= 2
+        envelope["signatures"][1] = {**envelope["signatures"][1], "keyid": "0" * 64}
+    write_envelope(path, envelope)
+    if check == "envelope":
+        path.write_bytes(path.read_bytes() + b"\n")
     return path

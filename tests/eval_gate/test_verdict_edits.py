@@ -8,14 +8,14 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from signed_world import World, build, write_envelope
+from signed_world import World, build, write_envelope, wrong
 
 from eval_gate.keys import generate_key
 from eval_gate.signing import CHECKS, sign_verdict, verify_verdict
@@ -24,7 +24,6 @@ from eval_gate.verification import check_subjects
 from trace_serve.errors import EXIT_CONFIG, TraceServeError, VerdictRefused
 
 many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-DATES = datetime(2020, 1, 1, tzinfo=UTC), datetime(2035, 1, 1, tzinfo=UTC)
 
 
 @pytest.fixture
@@ -145,43 +144,6 @@ def test_a_signature_of_another_verdict_or_of_another_key_is_refused(world: Worl
     assert refusal(world, write_envelope(path, {**one, "signatures": renamed})) == "signature"
     both = one["signatures"] + foreign["signatures"]
     assert refusal(world, write_envelope(path, {**one, "signatures": both})) == "signatures"
-
-
-def wrong(world: World, check: str) -> Path:
-    """An envelope that fails this check and, as far as that is possible, every later one."""
-    good = world.statement()
-    predicate = good["predicate"]
-    expired = {"created": DATES[0].isoformat(), "expires": DATES[0].isoformat()}
-    foreign = world.root / "foreign.pem"
-    if not foreign.exists():
-        generate_key(foreign, world.root / "foreign.pub")
-    settings_edited = {"policy": {**predicate["policy"], "margin": 0.2}, **expired}
-    statements: dict[str, Any] = {
-        "payload": b"[]",
-        "predicateType": {**good, "predicateType": "other", "predicate": {}, "subject": []},
-        "predicate": {**good, "predicate": {**predicate, "outcome": "PERHAPS"}, "subject": []},
-        "subject": {**good, "predicate": {**predicate, **settings_edited}, "subject": good["subject"][1:]},
-        "gate_policy": {**good, "predicate": {**predicate, **settings_edited}},
-        "expires": {
-            **good,
-            "predicate": {**predicate, "created": DATES[1].isoformat(), "expires": DATES[0].isoformat()},
-        },
-        "created": {
-            **good,
-            "predicate": {**predicate, "created": "2090-01-01T00:00:00Z", "expires": "2091-01-01T00:00:00Z"},
-        },
-    }
-    if check in statements:
-        return world.resign(statements[check])
-    path = world.resign(b"[]", payload_type="text/plain", key=world.private_key if check == "payloadType" else foreign)
-    envelope = json.loads(path.read_bytes())
-    if check in ("envelope", "signatures"):
-        envelope["signatures"] *= 2
-        envelope["signatures"][1] = {**envelope["signatures"][1], "keyid": "0" * 64}
-    write_envelope(path, envelope)
-    if check == "envelope":
-        path.write_bytes(path.read_bytes() + b"\n")
-    return path
 
 
 @pytest.mark.parametrize("check", CHECKS)
