@@ -78,6 +78,11 @@ class Metrics:
     def _add_state(self) -> None:
         self.in_flight = self._gauge("trace_serve_in_flight_requests", "Requests inside the engine")
         self.in_flight_limit = self._gauge("trace_serve_in_flight_limit", "Requests that may be inside the engine")
+        self.tokens = self._gauge(
+            "trace_serve_in_flight_tokens", "Prompt and completion tokens that requests inside the engine may use"
+        )
+        self.token_limit = self._gauge("trace_serve_in_flight_tokens_limit", "Tokens that may be inside the engine")
+        self.tasks = self._gauge("trace_serve_event_loop_tasks", "Tasks of the server's event loop")
         self.queued = self._gauge("trace_serve_queued_requests", "Requests waiting for a place in the engine")
         self.queue_limit = self._gauge("trace_serve_queue_limit", "Requests that may wait for a place")
         self.ready = self._gauge("trace_serve_ready", "1 when requests are accepted")
