@@ -22,6 +22,17 @@ from trace_serve.policy.digest import digest_directory
 CONTEXT_LENGTH = 512
 VOCAB_SIZE = 300
 SERVED_NAME = "scripted-model"
+TRACE_HEADERS = ("traceparent", "tracestate")
+METRICS = """# HELP sglang:num_running_reqs The number of running requests.
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{model_name="scripted-model",tp_rank="0"} 3.0
+# HELP sglang:generation_tokens_total Number of generation tokens processed.
+# TYPE sglang:generation_tokens_total counter
+sglang:generation_tokens_total{model_name="scripted-model"} 17.0
+# HELP trace_serve_ready A name that is not the engine's to give.
+# TYPE trace_serve_ready gauge
+trace_serve_ready 0.0
+"""
 TEXT = "안녕 🫠🥹龜 ok "
 
 
@@ -56,6 +67,10 @@ class Upstream:
         self.update_delay = 0.0
         self.quarantined_by_update = False
         self.weight_version = "default"
+        self.metrics = METRICS
+        self.metrics_times = 1
+        self.metrics_delay = 0.0
+        self.trace_headers: dict[str, str] = {}
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self.authenticate])
@@ -65,6 +80,7 @@ class Upstream:
         app.router.add_get("/health", self.healthy)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/v1/loads", self.loads)
+        app.router.add_get("/metrics", self.get_metrics)
         app.router.add_get("/script/seen", self.get_seen)
         app.router.add_post("/script/health", self.set_health)
         app.router.add_post("/abort_request", self.abort)
@@ -101,8 +117,13 @@ class Upstream:
     async def loads(self, _: web.Request) -> web.Response:
         return web.json_response({"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})
 
+    async def get_metrics(self, _: web.Request) -> web.Response:
+        await asyncio.sleep(self.metrics_delay)
+        return web.Response(text=self.metrics * self.metrics_times)
+
     async def get_seen(self, _: web.Request) -> web.Response:
-        return web.json_response({"seen": self.seen, "aborted": self.aborted, "running": self.running})
+        seen = {"seen": self.seen, "aborted": self.aborted, "running": self.running}
+        return web.json_response({**seen, "trace_headers": self.trace_headers})
 
     async def set_health(self, request: web.Request) -> web.Response:
         wanted = await request.json()
@@ -114,6 +135,10 @@ class Upstream:
         self.quarantined_by_update = wanted.get("quarantined_by_update", self.quarantined_by_update)
         self.heartbeat_delay = wanted.get("heartbeat_delay", self.heartbeat_delay)
         self.weight_version = wanted.get("weight_version", self.weight_version)
+        self.metrics = wanted.get("metrics", self.metrics)
+        self.metrics_times = wanted.get("metrics_times", self.metrics_times)
+        self.metrics_delay = wanted.get("metrics_delay", self.metrics_delay)
+        self.report.update(wanted.get("report", {}))
         return web.json_response({})
 
     async def update(self, request: web.Request) -> web.Response:
@@ -136,6 +161,7 @@ class Upstream:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         payload = await request.json()
+        self.trace_headers = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         self.seen.append(payload)
         self.seen = self.seen[-50:]
         text = payload["messages"][-1].get("content") or "" if "messages" in payload else str(payload["prompt"])
