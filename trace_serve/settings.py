@@ -68,6 +68,15 @@ class Settings(BaseSettings):
         pattern=r"^[a-z0-9_-]+$",
         description="SGLang's parser of the model's tool calls (qwen, llama3, ...); without one tools are refused",
     )
+    engine_urls: str = Field(
+        "", description="engines that somebody else runs, separated by commas; none is started then"
+    )
+    engine_key_file: Path | None = Field(
+        None, description="bearer key of these engines: one for all, or one a line for each in turn"
+    )
+    engine_unverified: bool = Field(
+        False, description="in rollout mode, serve engines that do not report which weights they hold"
+    )
     engine_log: Path | None = Field(None, description="file for the engine's output")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = Field("json", description="how log lines are written to standard error")

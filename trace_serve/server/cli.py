@@ -42,6 +42,15 @@ def serve(
         int | None, typer.Option(help="Port of the admin API, with the key of TRACE_SERVE_ADMIN_KEY; off by default.")
     ] = None,
     admin_host: Annotated[str | None, typer.Option(help="Address of the admin API.")] = None,
+    engine_url: Annotated[
+        list[str] | None,
+        typer.Option(help="An engine that runs already, or a gateway before several; may be given more than once."),
+    ] = None,
+    engine_key_file: Annotated[Path | None, typer.Option(help="File with the bearer key of these engines.")] = None,
+    engine_unverified: Annotated[
+        bool | None,
+        typer.Option("--engine-unverified", help="Take engines without /trace/report; only in rollout mode."),
+    ] = None,
     engine_log: Annotated[Path | None, typer.Option(help="File for the engine's output.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     context_length: Annotated[int | None, typer.Option(help="Tokens; default is the model's own.")] = None,
@@ -93,6 +102,9 @@ def serve(
             state_dir=state_dir,
             admin_port=admin_port,
             admin_host=admin_host,
+            engine_urls=",".join(engine_url) if engine_url else None,
+            engine_key_file=engine_key_file,
+            engine_unverified=engine_unverified,
             engine_log=engine_log,
             device=device,
             context_length=context_length,

@@ -16,16 +16,24 @@ ABORT_DELAYS_S = (0.0, 0.3, 1.0)
 """A request that has just been sent may not be known to the engine yet, so its abort is repeated."""
 
 
+@dataclass
+class EngineLoad:
+    """Requests of this server that are inside one engine."""
+
+    in_flight: int = 0
+
+
 @dataclass(frozen=True)
 class EngineView:
     """The engine in service, as requests see it.
 
     Attributes:
-        url: base URL on loopback.
+        url: base URL.
         api_key: the engine's own bearer key, never shown to a client.
         served_name: the model name that the engine answers to.
         limits: vocabulary and context length, from the engine's report.
         report: the engine's `/trace/report` when it became ready.
+        load: how much of its work is ours; decides between several engines.
     """
 
     url: str
@@ -33,6 +41,7 @@ class EngineView:
     served_name: str
     limits: Limits
     report: dict[str, Any] = field(repr=False)
+    load: EngineLoad = field(default_factory=EngineLoad, compare=False)
 
 
 class EngineClient:

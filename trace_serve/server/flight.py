@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import aiohttp
 from starlette.types import Receive
 
 from trace_serve.server.admission import Ticket
-from trace_serve.server.engine_client import EngineClient, EngineView
+from trace_serve.server.engine_client import EngineClient, EngineLoad, EngineView
 from trace_serve.server.errors import ApiError
 
 T = TypeVar("T")
@@ -39,7 +39,10 @@ class Flight:
 
     def __init__(self, rid: str, engine: EngineView, client: EngineClient, receive: Receive) -> None:
         self.rid = rid
-        self.engine = engine
+        self._engine = engine
+        self._entered: EngineLoad | None = None
+        self.reroute: Callable[[EngineView], EngineView | None] = lambda _: None
+        """Another engine for a request that could not be sent to the one given; set where there may be several."""
         self.started_at = time.monotonic()
         self.ticket: Ticket | None = None
         self.upstream: aiohttp.ClientResponse | None = None
@@ -54,6 +57,18 @@ class Flight:
         self._watcher: asyncio.Task[None] | None = None
         self._closed = False
         self._inside: set[Flight] | None = None
+
+    @property
+    def engine(self) -> EngineView:
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: EngineView) -> None:
+        """Enters an engine, and leaves the one before."""
+        self._leave()
+        self._engine = engine
+        self._entered = engine.load
+        engine.load.in_flight += 1
 
     def inside(self, flights: set[Flight]) -> None:
         """Joins the requests of one engine until `close`."""
@@ -100,6 +115,9 @@ class Flight:
         if self._closed:
             return
         self._closed = True
+        self._leave()
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self._inside is not None:
             self._inside.discard(self)
         if self.upstream is not None:
@@ -114,6 +132,11 @@ class Flight:
             self._client.abort(self.engine, self.rid)
         if self.ticket is not None:
             self.ticket.release()
+
+    def _leave(self) -> None:
+        if self._entered is not None:
+            self._entered.in_flight -= 1
+            self._entered = None
 
     def _end(self, reason: ApiError | ClientGoneError) -> None:
         if self._ended is None:

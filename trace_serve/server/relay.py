@@ -203,9 +203,8 @@ class StreamResponse(Response):
 
 
 async def _open(flight: Flight, client: EngineClient, path: str, payload: dict[str, Any]) -> aiohttp.ClientResponse:
-    flight.sent = True
     try:
-        upstream = await client.post(flight.engine, path, payload, flight.trace_headers)
+        upstream = await _send(flight, client, path, payload)
     except TimeoutError as exc:
         raise engine_silent(client.idle_s) from exc
     except aiohttp.ClientError as exc:
@@ -214,6 +213,21 @@ async def _open(flight: Flight, client: EngineClient, path: str, payload: dict[s
     if upstream.status != 200:
         raise await _refusal(flight, upstream, payload)
     return upstream
+
+
+async def _send(flight: Flight, client: EngineClient, path: str, payload: dict[str, Any]) -> aiohttp.ClientResponse:
+    """Sends to the flight's engine, or to another one while none takes the connection."""
+    while True:
+        flight.sent = True
+        try:
+            return await client.post(flight.engine, path, payload, flight.trace_headers)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            flight.sent = False
+            other = flight.reroute(flight.engine)
+            if other is None:
+                raise
+            flight.engine = other
+            payload["model"] = other.served_name
 
 
 async def _read(upstream: aiohttp.ClientResponse, idle_s: float) -> bytes:

@@ -22,6 +22,7 @@ from trace_serve.server.front_end import FrontEnd
 from trace_serve.server.logging_engine import FollowedEngine
 from trace_serve.server.logging_setup import configure_logging, hide
 from trace_serve.server.policies.registry import Registry
+from trace_serve.server.remote import check_remote
 from trace_serve.server.service import EngineFactory
 from trace_serve.server.supervisor import EngineLike
 from trace_serve.server.tls import server_context
@@ -50,7 +51,8 @@ def serve_policy(
         if secret is not None:
             hide(secret.get_secret_value())
     with tempfile.TemporaryDirectory(prefix="trace-serve-hints-") as scratch:
-        if settings.hint_dir is None and settings.mode == "rollout":
+        check_remote(settings)
+        if settings.hint_dir is None and settings.mode == "rollout" and not settings.engine_urls:
             settings = settings.model_copy(update={"hint_dir": Path(scratch)})
         registry = open_registry(settings)
         authorization = _authorize(policy, settings, registry)

@@ -147,8 +147,19 @@ class Service:
             if self._settings.engine_unverified:
                 headers["x-trace-engine"] = "unverified"
             self._headers = headers
+        headers = dict(self._headers)
         version = header_value(self.supervisor.weight_version)
-        return self._headers if version is None else {**self._headers, "x-trace-weight-version": version}
+        if version is not None:
+            headers["x-trace-weight-version"] = version
+        if not self.as_authorized:
+            headers.pop("x-trace-policy-digest")
+            headers.pop("x-trace-verdict", None)
+        return headers
+
+    @property
+    def as_authorized(self) -> bool:
+        """Whether the weights are the policy's own, and not some that a trainer sent since; true where nothing is said."""
+        return self.supervisor.digest in (None, self.authorization.digest)
 
     @property
     def model_names(self) -> set[str]:
@@ -164,6 +175,8 @@ class Service:
             ApiError: there is no engine, or it does not answer.
         """
         engine = self.engine_in_service()
+        if self._settings.engine_unverified and engine.report.get("unverified") is True:
+            return {**engine.report, **self.authorization.summary()}
         timeout_s = self._settings.heartbeat_timeout_s
         try:
             report = await self._client.get_json(engine.url, engine.api_key, "/trace/report", timeout_s=timeout_s)

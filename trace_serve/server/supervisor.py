@@ -86,6 +86,8 @@ class Supervisor:
         """Why no further restart is tried; None while one is."""
         self.weight_version: str | None = None
         """The engine's label of the weights that serve, as of its last heartbeat."""
+        self.digest: str | None = None
+        """Of the directory that those weights came from; empty where a trainer sent them, None where nothing is said."""
         self.restarts = 0
 
     @property
@@ -97,6 +99,10 @@ class Supervisor:
     def doubt(self) -> str | None:
         """Why the engine in service should get no new traffic, although it lives; None when all is well."""
         return self._doubt
+
+    def alternative(self, refused: EngineView) -> EngineView | None:
+        """Another engine for a request that could not be sent; one process has none."""
+        return None
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -213,6 +219,7 @@ class Supervisor:
             return str(exc) or type(exc).__name__
         label = beat.get("weight_version")
         self.weight_version = label if isinstance(label, str) else None
+        self.digest = str(beat["policy_digest"] or "") if "policy_digest" in beat else None
         age = beat.get("age_s")
         silent_s = float(age) if isinstance(age, int | float) else 0.0
         self._doubt = None
