@@ -14,8 +14,12 @@ from trace_serve.engine.refit import status
 
 
 def heartbeat() -> dict[str, Any]:
-    """Age of the scheduler's last sign of life in seconds, whether it is below the limit, and which weights serve."""
+    """Age of the scheduler's last sign of life in seconds, whether it is below the limit, and which weights serve.
+
+    `policy_digest` is None for weights that a trainer sent.
+    """
     engine = state.get()
+    serving = status.read(engine.spec.run_dir)
     age = engine.telemetry.age_s()
     limit = engine.spec.stall_limit_s
     return {
@@ -23,7 +27,8 @@ def heartbeat() -> dict[str, Any]:
         "limit_s": limit,
         "alive": age is not None and age < limit,
         "quarantined": bool(engine.telemetry.get("quarantined")),
-        "weight_version": status.read(engine.spec.run_dir).label,
+        "weight_version": serving.label,
+        "policy_digest": engine.spec.policy_digest if serving.version == 0 else serving.model_digest or None,
     }
 
 
@@ -43,10 +48,10 @@ def install(app: Any, scheduler_infos: list[dict[str, Any]]) -> None:
         return heartbeat()
 
     async def trace_report() -> dict[str, Any]:
-        telemetry, beat, serving = state.get().telemetry, heartbeat(), weights()
+        telemetry, beat = state.get().telemetry, heartbeat()
         return {
             **loaded,
-            "policy_digest": loaded["policy_digest"] if serving["version"] == 0 else serving["model_digest"] or None,
+            "policy_digest": beat["policy_digest"],
             "incidents": telemetry.incidents(),
             "hint_files": {
                 "written": telemetry.get("hint_files"),
@@ -56,7 +61,7 @@ def install(app: Any, scheduler_infos: list[dict[str, Any]]) -> None:
                 "expired": telemetry.get("hints_expired"),
                 "pending": telemetry.hints_pending,
             },
-            "weights": serving,
+            "weights": weights(),
             "ready": beat["alive"] and not beat["quarantined"],
         }
 

@@ -72,6 +72,11 @@ class RemotePool:
         labels = {remote.weight_version for remote in self._remotes if remote.answers}
         return labels.pop() if len(labels) == 1 else None
 
+    @property
+    def digest(self) -> str | None:
+        """None: an engine whose weights change has to prove itself again before it answers."""
+        return None
+
     def alternative(self, refused: EngineView) -> EngineView | None:
         """Where a request goes that could not be sent to an engine, because it took no connection."""
         for remote in self._remotes:

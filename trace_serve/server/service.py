@@ -158,7 +158,7 @@ class Service:
 
     @property
     def as_authorized(self) -> bool:
-        """Whether the weights are the policy's own, and not some that a trainer sent since; true where nothing is said."""
+        """Whether the weights are the policy's own, not some that a trainer sent since; true where nothing is said."""
         return self.supervisor.digest in (None, self.authorization.digest)
 
     @property

@@ -87,7 +87,7 @@ class Supervisor:
         self.weight_version: str | None = None
         """The engine's label of the weights that serve, as of its last heartbeat."""
         self.digest: str | None = None
-        """Of the directory that those weights came from; empty where a trainer sent them, None where nothing is said."""
+        """Of the directory that those weights are from; empty where a trainer sent them, None where nothing is said."""
         self.restarts = 0
 
     @property

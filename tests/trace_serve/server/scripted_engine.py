@@ -92,7 +92,8 @@ class Upstream:
 
     @web.middleware
     async def authenticate(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        if request.headers.get("authorization") != f"Bearer {self.key}":
+        open_to_all = request.path == "/health"  # as in SGLang
+        if not open_to_all and request.headers.get("authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "bad engine key"}}, status=401)
         answer: web.StreamResponse = await handler(request)
         return answer
@@ -100,7 +101,7 @@ class Upstream:
     async def heartbeat(self, _: web.Request) -> web.Response:
         await asyncio.sleep(self.heartbeat_delay)
         beat = {"age_s": self.age_s, "limit_s": 20.0, "alive": self.alive, "quarantined": self.quarantined}
-        beat["weight_version"] = self.weight_version
+        beat |= {"weight_version": self.weight_version, "policy_digest": self.report["policy_digest"]}
         return web.json_response(beat)
 
     async def healthy(self, _: web.Request) -> web.Response:

@@ -224,7 +224,7 @@ class Activator:
     async def _activate(self, label: str, method: Method) -> Authorization:
         new = await self.in_thread(lambda: self.registry.authorize(label))
         active = self._services.active
-        if active is not None and active.authorization.digest == new.digest and active.ready:
+        if active is not None and active.authorization.digest == new.digest and active.as_authorized and active.ready:
             raise ConfigError(f"policy: {new.label} is active already", field="policy")
         same = active is not None and new.interchange_id == active.authorization.interchange_id != ""
         if method == "refit" and not same:
