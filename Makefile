@@ -6,6 +6,9 @@ EXTRAS ?= engine,sample,load,docs,deploy-check,dev
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$python && break; done)
 
+# Processes that share the tests; each starts engines of its own, of about 3 GB.
+WORKERS ?= 2
+
 # What `make bench` loads: a server that is running already.
 HOST ?= http://127.0.0.1:8080
 USERS ?= 8
@@ -21,7 +24,7 @@ export UV_HTTP_TIMEOUT ?= 300
 
 help:
 	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
-	@echo 'make test        the same set-up, then every test (PYTEST_ARGS=... for a part of them)'
+	@echo 'make test        the same set-up, then every test (PYTEST_ARGS=... for a part of them, WORKERS=0 for one process)'
 	@echo 'make lint        formatting, ruff and mypy; make format mends the first'
 	@echo 'make bench       load the server at HOST=$(HOST) with locust'
 	@echo 'make bench-kernels  NVFP4 quantization on this CPU beside public packers and a memory copy'
@@ -44,7 +47,7 @@ quickstart: install
 	$(BIN)/trace-serve quickstart $(QUICKSTART_ARGS)
 
 test: install
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
