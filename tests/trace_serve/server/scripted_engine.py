@@ -101,7 +101,7 @@ class Upstream:
     async def heartbeat(self, _: web.Request) -> web.Response:
         await asyncio.sleep(self.heartbeat_delay)
         beat = {"age_s": self.age_s, "limit_s": 20.0, "alive": self.alive, "quarantined": self.quarantined}
-        beat |= {"weight_version": self.weight_version, "policy_digest": self.report["policy_digest"]}
+        beat |= {"weight_version": self.weight_version, "policy_digest": self.report.get("policy_digest")}
         return web.json_response(beat)
 
     async def healthy(self, _: web.Request) -> web.Response:
@@ -201,7 +201,7 @@ class Upstream:
             "object": "chat.completion" if "messages" in payload else "text_completion",
             "created": 1,
             "model": SERVED_NAME,
-            "weights": self.report["policy_digest"],
+            "weights": self.report.get("policy_digest"),
             "choices": shapes.choices(payload, content, reason, call),
             "usage": usage(script),
             "metadata": shapes.metadata(payload, content, self.weight_version),
@@ -250,7 +250,7 @@ class Upstream:
                 await send({**head, "choices": shapes.delta(payload, None, "abort")})
                 await write(b"data: [DONE]\n\n")
                 return response
-            head["weights"] = self.report["policy_digest"]
+            head["weights"] = self.report.get("policy_digest")
             await send({**head, "choices": shapes.delta(payload, TEXT, None, call)})
         await send({**head, "choices": shapes.delta(payload, None, "stop" if call is None else "tool_calls")})
         if (payload.get("stream_options") or {}).get("include_usage"):
