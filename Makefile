@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format bench bench-kernels bench-engine bench-gpu bench-compare bench-gate docs deploy-check lock-image doctor clean
+.PHONY: help install quickstart test lint format bench bench-kernels bench-engine bench-gpu bench-compare bench-gate docs architecture deploy-check lock-image doctor clean
 
 help:
 	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
@@ -33,6 +33,7 @@ help:
 	@echo 'make bench-compare  time and memory of eval-gate compare on 200,000 recorded results'
 	@echo 'make bench-gpu   bandwidth of the Triton kernels on a card'
 	@echo 'make docs        build the pages of docs/ into site/'
+	@echo 'make architecture  draw docs/architecture.svg from the imports of the code'
 	@echo 'make deploy-check  what takes minutes: the steps of the CPU image, CRDs against the models of their projects (needs npm)'
 	@echo 'make lock-image  resolve the packages of the CPU image anew'
 	@echo 'make doctor      check the installation'
@@ -75,6 +76,9 @@ bench-compare: $(INSTALLED)
 
 bench-gpu: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_gpu.py
+
+architecture: $(INSTALLED)
+	$(BIN)/python tools/draw_architecture.py
 
 docs: $(INSTALLED)
 	$(BIN)/mkdocs build --strict
