@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.metadata
-import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from eval_gate import presidio
 from eval_gate.queries import Query, QuerySet, canonical
 from trace_serve.errors import ConfigError
-
-PRESIDIO = "presidio"
 
 
 @dataclass(frozen=True)
@@ -33,13 +29,13 @@ class Redactor:
 
 
 def load_redactor(spec: str) -> Redactor:
-    """`presidio`, or `module:function` that takes and returns a text.
+    """`presidio`, `presidio:MODEL` (see `presidio.load`), or `module:function` that takes and returns a text.
 
     Raises:
         ConfigError: it cannot be imported, or is not installed.
     """
-    if spec == PRESIDIO:
-        return _presidio()
+    if spec.partition(":")[0] == presidio.SPEC:
+        return Redactor(*presidio.load(spec))
     module_name, _, name = spec.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -91,24 +87,3 @@ def _version(module: Any) -> str:
     if source is None:
         return "unversioned"
     return "sha256:" + hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16]
-
-
-def _presidio() -> Redactor:
-    if importlib.util.find_spec("presidio_analyzer") is None or importlib.util.find_spec("presidio_anonymizer") is None:
-        raise ConfigError("--redact presidio: is not installed; install trace-serve[gate-redact]", field="redact")
-    version = importlib.metadata.version("presidio-analyzer")
-    return Redactor(f"presidio {version}", _presidio_apply)
-
-
-@cache
-def _presidio_engines() -> tuple[Any, Any]:
-    from presidio_analyzer import AnalyzerEngine
-    from presidio_anonymizer import AnonymizerEngine
-
-    return AnalyzerEngine(), AnonymizerEngine()
-
-
-def _presidio_apply(text: str) -> str:
-    analyzer, anonymizer = _presidio_engines()
-    found = analyzer.analyze(text=text, language="en")
-    return str(anonymizer.anonymize(text=text, analyzer_results=found).text)

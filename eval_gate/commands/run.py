@@ -90,7 +90,9 @@ def run(
     judge_url: Annotated[str | None, typer.Option(help="Endpoint of the judge, where checkers have one.")] = None,
     judge_model: Annotated[str | None, typer.Option(help="Served name of the judge; part of the policy.")] = None,
     judge_key_env: Annotated[str | None, typer.Option(help="Variable with the judge's API key.")] = None,
-    redact: Annotated[str | None, typer.Option(help="presidio or module:function, applied to all messages.")] = None,
+    redact: Annotated[
+        str | None, typer.Option(help="presidio, presidio:MODEL or module:function, applied to all messages.")
+    ] = None,
     allow_code: AllowCode = False,
     allow_code_network: Annotated[bool, typer.Option(help="Even where the network cannot be kept out.")] = False,
     allow_checker: AllowChecker = None,
