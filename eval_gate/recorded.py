@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from eval_gate.arms.evidence import ArmEvidence
 from eval_gate.arms.records import ArmRecord, ErrorClass, Failure, Role, SampleRecord
+from eval_gate.attribute.tokens import PackedTokens
 from eval_gate.pairing import ItemSet
 from trace_serve.errors import ConfigError
 
@@ -53,7 +54,7 @@ class RecordedArm:
 
     Attributes:
         evidence: from the file's arm record; only the file's name where there is none.
-        samples: without requests and responses, which a comparison does not need.
+        samples: without requests, and of responses the tokens alone.
         repeats: samples a query, by the largest index.
         digest: `sha256:` of the file.
         planned: queries that its run meant to ask; None where the file does not say.
@@ -230,6 +231,7 @@ def _sample(raw: dict[str, Any], role: Role, name: str, sample: int, passed: boo
             "role": role,
             "sample": sample,
             "text": text,
+            "response": PackedTokens.of(raw.get("response")),
             "finish_reason": finish,
             "prompt_tokens": counts[0],
             "completion_tokens": counts[1],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,35 @@ class AnswerTokens:
     prompt: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """The tokens of an answer in few bytes, in place of its response where very many are held at once.
+
+    Attributes:
+        ids: int32 [T]; empty where no ids were recorded.
+        texts: T texts; empty where none were recorded.
+    """
+
+    ids: NDArray[np.int32]
+    texts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, response: Any) -> PackedTokens | None:
+        """None where the response has no tokens."""
+        body = response if isinstance(response, dict) else {}
+        choice = _choice(body)
+        ids = _ids(body, choice) or []
+        # Equal tokens share one string.
+        texts = tuple(map(sys.intern, _logprobs(choice.get("logprobs"))[0]))
+        if not (ids or texts) or max(ids, default=0) >= 1 << 31 or min(ids, default=0) < 0:
+            return None
+        return cls(np.array(ids, dtype=np.int32), texts)
+
+
 def answer_tokens(record: SampleRecord) -> AnswerTokens:
     """Reads an answer of our arms: a chat or completions body, or that of the transformers arm."""
+    if isinstance(record.response, PackedTokens):
+        return _unpacked(record.response, record.prompt_tokens)
     body = record.response if isinstance(record.response, dict) else {}
     choice = _choice(body)
     texts, logprobs, top = _logprobs(choice.get("logprobs"))
@@ -52,6 +80,14 @@ def answer_tokens(record: SampleRecord) -> AnswerTokens:
     routed = extension.get("routed_experts") if isinstance(extension, dict) else None
     shown = tuple(texts) if texts and len(texts) == len(tokens) else None
     return AnswerTokens(unit, tuple(tokens), shown, logprobs, top, _routed(routed), record.prompt_tokens)
+
+
+def _unpacked(packed: PackedTokens, prompt: int | None) -> AnswerTokens:
+    ids = tuple(packed.ids.tolist())
+    if not ids:
+        return AnswerTokens("tokens", packed.texts, packed.texts, None, None, None, prompt)
+    texts = packed.texts if len(packed.texts) == len(ids) else None
+    return AnswerTokens("token ids", ids, texts, None, None, None, prompt)
 
 
 def _choice(body: dict[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
-from eval_gate.arms.records import Role, SampleRecord
+from eval_gate.arms.records import Role, SampleRecord, read_results
+from eval_gate.attribute.tokens import PackedTokens, answer_tokens
+from eval_gate.compare_files import compare_files
 from eval_gate.divergence import first_difference, token_difference, token_divergence
 from eval_gate.pairing import Pair
+from eval_gate.policy import GatePolicy
 from eval_gate.queries import Query
+from eval_gate.run import ArmConfig, GateConfig, run_gate
 from eval_gate.verdict import TokenBin, TokenDifference
 
 
@@ -105,3 +112,77 @@ def test_answers_that_never_part_have_no_places() -> None:
 )
 def test_the_first_difference_of_two_sequences(left: str, right: str, place: int) -> None:
     assert first_difference(left, right) == first_difference(tuple(right), tuple(left)) == place
+
+
+def test_packed_tokens_give_the_same_difference_as_the_response() -> None:
+    for one, two in (
+        (both((1, " a"), (2, " b")), both((1, " a"), (3, " c"))),
+        (ids(1, 2), ids(1, 2, 3)),
+        (texts("a", "b"), texts("a")),
+        (both((1, " a")), texts(" b")),
+    ):
+        packed = [answer(PackedTokens.of(response)) for response in (one, two)]
+        assert token_difference(*packed) == token_difference(answer(one), answer(two)) is not None
+    for nothing in (None, {}, "text", {"choices": []}, ids(), ids(1 << 40), ids(-1)):
+        assert PackedTokens.of(nothing) is None
+
+
+def test_recorded_results_with_tokens_show_where_they_part(tmp_path: Path) -> None:
+    for name, last in (("a", 7), ("b", 8)):
+        lines = [
+            {"id": f"q{i}", "passed": True, "text": "x", "response": ids(1, 2, last if i < 3 else 9)} for i in range(10)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    verdict = compare_files(tmp_path / "a.jsonl", tmp_path / "b.jsonl", GatePolicy())
+    assert verdict.divergence is not None
+    assert (verdict.divergence.pairs, verdict.divergence.diverged) == (10, 3)
+    assert verdict.divergence.quantiles["0.5"] == 2
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_run_asks_for_tokens_only_when_it_is_told_to(
+    start_server: Callable[[], Any],
+    engine_report: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    recorded: bool,
+    api: Literal["chat", "completions"],
+) -> None:
+    servers = [start_server(), start_server()]
+    for server, mode, token in zip(servers, ("bf16", "fp4"), (5, 6), strict=True):
+        server.report = engine_report(mode)
+        told = both((4, "a"), (token, "b"))["choices"][0]
+        server.answer = lambda prompt, told=told: {
+            "choices": [{**told, "message": {"content": "yes"}, "text": "yes", "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": len(prompt), "completion_tokens": 2},
+        }
+    query = {"id": "q", "prompt": "p", "checker": {"type": "exact", "expected": "yes"}}
+    (tmp_path / "q.jsonl").write_text(json.dumps(query) + "\n")
+    policy = GatePolicy(record_tokens=recorded, api=api)
+    config = GateConfig(
+        *(ArmConfig(server.url) for server in servers), str(tmp_path / "q.jsonl"), tmp_path / "out", policy
+    )
+    verdict = run_gate(config).verdict
+    asked = {"logprobs", "return_token_ids"} | ({"top_logprobs"} if api == "chat" else set())
+    for server in servers:
+        (body,) = server.bodies
+        assert asked & set(body) == (asked if recorded else set())
+    assert verdict.divergence is not None
+    assert (verdict.divergence.pairs, verdict.divergence.diverged) == (1, 1)
+
+
+@pytest.mark.engine
+def test_the_engine_records_the_tokens_of_its_answers(fp4_engine: Any, tmp_path: Path) -> None:
+    lines = [
+        {"id": f"q{i}", "prompt": f"Say {i}", "max_tokens": 4, "checker": {"type": "contains", "expected": "x"}}
+        for i in range(3)
+    ]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arm = ArmConfig(fp4_engine.url, api_key=fp4_engine.api_key)
+    policy = GatePolicy(record_tokens=True, allow_unproven=True)
+    verdict = run_gate(GateConfig(arm, arm, str(tmp_path / "q.jsonl"), tmp_path / "out", policy)).verdict
+    assert verdict.divergence is not None
+    assert (verdict.divergence.unit, verdict.divergence.answered, verdict.divergence.pairs) == ("token ids", 3, 3)
+    assert 1 <= verdict.divergence.training_tokens <= 4
+    records = [one for one in read_results(tmp_path / "out" / "results.jsonl") if isinstance(one, SampleRecord)]
+    assert all(answer_tokens(record).texts is not None for record in records)
