@@ -107,6 +107,7 @@ class RemoteEngine:
         answers: whether the last beat was answered.
         doubt: why it should get no new traffic although it lives.
         weight_version: its label of the weights that serve.
+        digest: of the directory that those weights are from; empty where a trainer sent them or nothing proves them.
         reason: why it is not in service.
     """
 
@@ -118,6 +119,7 @@ class RemoteEngine:
         self.answers = False
         self.doubt: str | None = None
         self.weight_version: str | None = None
+        self.digest: str | None = None
         self.reason = "it has not answered yet"
         self.unproven: UnprovenError | None = None
         self._client = client
@@ -174,9 +176,10 @@ class RemoteEngine:
 
     async def _heartbeat(self) -> EngineError | None:
         beat = await self._get("/trace/heartbeat")
-        label, age = beat.get("weight_version"), beat.get("age_s")
-        moved = self.weight_version is not None and label != self.weight_version
+        age, label, digest = beat.get("age_s"), beat.get("weight_version"), str(beat.get("policy_digest") or "")
+        changed = (label, digest) != (self.weight_version, self.digest)
         self.weight_version = label if isinstance(label, str) else None
+        self.digest = digest
         if beat.get("alive") is not True:
             return EngineError(f"its scheduler shows no sign of life (last one {age} s ago)")
         silent_s = float(age) if isinstance(age, int | float) else 0.0
@@ -185,9 +188,19 @@ class RemoteEngine:
             self.doubt = f"the scheduler of {self.address.url} gave its last sign of life {silent_s:.1f} s ago"
         elif beat.get("quarantined") is True:
             self.doubt = f"{self.address.url} holds weights of two versions after a failed update"
-        if moved or not self.answers:  # it may be another process, or hold other weights
-            self._authorization.check_report(await self._get("/trace/report"))
+        if changed or not self.answers:  # it may be another process, or hold other weights
+            self._check(await self._get("/trace/report"))
         return None
+
+    def _check(self, report: dict[str, Any]) -> None:
+        """Compares what the engine reports with what was authorised.
+
+        Raises:
+            EngineError: it serves something else. Weights that a trainer sent are no fault in rollout mode.
+        """
+        if self._settings.mode == "rollout" and report.get("policy_digest", "") is None:
+            report = {**report, "policy_digest": self._authorization.digest}
+        self._authorization.check_report(report)
 
     async def _inspect(self) -> EngineView:
         """Reads what the engine proves.
@@ -206,6 +219,7 @@ class RemoteEngine:
                 raise
             self._refuse_unproven()
             self._watched_route = await self._route_to_watch()
+            self.digest = ""
             limits = _limits_of(self._authorization.path, told_length)
             return EngineView(*self._where, name, limits, {"unverified": True}, load=self._load)
         self._watched_route = None
@@ -213,7 +227,7 @@ class RemoteEngine:
             limits = Limits(context_length=int(report["context_length"]), vocab_size=int(report["vocab_size"]))
         except (KeyError, TypeError, ValueError) as exc:
             raise EngineError(f"its report cannot be used: {exc!r}") from exc
-        self._authorization.check_report(report)
+        self._check(report)
         return EngineView(*self._where, name, limits, report, load=self._load)
 
     @property

@@ -43,6 +43,7 @@ class RemotePool:
         on_give_up: Callable[[TraceServeError], None],
     ) -> None:
         self._remotes = [RemoteEngine(address, client, settings, authorization) for address in addresses]
+        self._authorized = authorization.digest
         self._interval_s = settings.heartbeat_interval_s
         self._on_lost = on_lost
         self._on_give_up = on_give_up
@@ -74,8 +75,9 @@ class RemotePool:
 
     @property
     def digest(self) -> str | None:
-        """None: an engine whose weights change has to prove itself again before it answers."""
-        return None
+        """Of the directory that the weights are from; that of an engine which differs from the others, if one does."""
+        digests = {remote.digest for remote in self._remotes if remote.answers}
+        return next((each for each in digests if each != self._authorized), self._authorized if digests else None)
 
     def alternative(self, refused: EngineView) -> EngineView | None:
         """Where a request goes that could not be sent to an engine, because it took no connection."""

@@ -43,7 +43,9 @@ class RemoteScript:
             self.port = int(free.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         limits = {"context_length": scripted_engine.CONTEXT_LENGTH, "vocab_size": scripted_engine.VOCAB_SIZE}
-        self.report = {} if plain else {**limits, "recipe_id": RECIPE.recipe_id, "policy_digest": digest}
+        self.report: dict[str, Any] = (
+            {} if plain else {**limits, "recipe_id": RECIPE.recipe_id, "policy_digest": digest}
+        )
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -123,7 +123,7 @@ class Upstream:
         return web.Response(text=self.metrics * self.metrics_times)
 
     async def get_seen(self, _: web.Request) -> web.Response:
-        seen = {"seen": self.seen, "aborted": self.aborted, "running": self.running}
+        seen = {"seen": self.seen, "aborted": self.aborted, "running": self.running, "health_asked": self.health_asked}
         return web.json_response({**seen, "trace_headers": self.trace_headers})
 
     async def set_health(self, request: web.Request) -> web.Response:

@@ -145,6 +145,16 @@ def test_a_frozen_scheduler_or_other_weights_take_an_engine_out_of_service(tmp_p
         wait_until(lambda: ready(running), "the engine serves again")
 
 
+def test_weights_that_a_trainer_sent_are_served_in_rollout_mode_and_not_called_the_policys(tmp_path: Path) -> None:
+    with RemoteScript() as engine, front_end(tmp_path, [engine.url]) as running:
+        assert ask(running).headers["x-trace-policy-digest"] == running_digest(running)
+        engine.stop()
+        engine.report["policy_digest"] = None
+        engine.start()
+        wait_until(lambda: ask(running).status_code == 200, "the engine serves again")
+        assert "x-trace-policy-digest" not in ask(running).headers
+
+
 def running_digest(running: Running) -> str:
     return (running.directory / "reported-digest").read_text()
 
@@ -162,6 +172,7 @@ def test_an_unverified_server_is_marked_and_never_made_to_generate(tmp_path: Pat
     with RemoteScript(plain=True) as engine, front_end(tmp_path, [engine.url], engine_unverified=True) as running:
         answer = ask(running)
         assert (answer.status_code, answer.headers["x-trace-engine"]) == (200, "unverified")
+        assert "x-trace-policy-digest" not in answer.headers
         assert httpx.get(running.url + "/trace/report").json()["unverified"] is True
         assert ask(running, max_tokens=5000).json()["error"]["param"] == "max_tokens"
         engine.stop()
