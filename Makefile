@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format bench bench-kernels bench-engine bench-gpu bench-compare bench-gate docs architecture deploy-check lock-image doctor clean
+.PHONY: help install quickstart test lint format bench bench-kernels bench-engine bench-server bench-gpu bench-compare bench-gate docs architecture deploy-check lock-image doctor clean
 
 help:
 	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
@@ -29,6 +29,7 @@ help:
 	@echo 'make bench       load the server at HOST=$(HOST) with locust'
 	@echo 'make bench-kernels  NVFP4 quantization on this CPU beside public packers and a memory copy'
 	@echo 'make bench-engine   BF16 and FP4 engines in turns: tokens a second, hints, memory, start (BENCH_ARGS=...)'
+	@echo 'make bench-server   the front-end beside SGLang alone, and beside LiteLLM and smg on a null upstream'
 	@echo 'make bench-gate     what eval-gate run adds to the time of its arms'
 	@echo 'make bench-compare  time and memory of eval-gate compare on 200,000 recorded results'
 	@echo 'make bench-gpu   bandwidth of the Triton kernels on a card'
@@ -67,6 +68,9 @@ bench-kernels: $(INSTALLED)
 
 bench-engine: install
 	$(BIN)/python benchmarks/bench_engine.py $(BENCH_ARGS)
+
+bench-server: install
+	$(BIN)/python benchmarks/bench_server.py $(BENCH_ARGS)
 
 bench-gate: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_gate.py
