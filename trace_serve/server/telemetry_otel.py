@@ -193,5 +193,6 @@ class OtelRequestSpan:
 def _from_environment() -> Resource:
     """What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say, and the SDK's own name."""
     found = Resource.create()
-    named = {name: value for name, value in found.attributes.items() if value != "unknown_service"}
+    unnamed = str(found.attributes.get("service.name")).startswith("unknown_service")
+    named = {name: value for name, value in found.attributes.items() if not (unnamed and name == "service.name")}
     return Resource(named, found.schema_url)
