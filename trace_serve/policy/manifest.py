@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trace_serve.errors import PolicyError
+from trace_serve.policy.contents import check_contents
 from trace_serve.policy.digest import digest_directory
 from trace_serve.policy.layouts import BF16, detect
 from trace_serve.policy.model import ModelShape, check_recipe_fits
@@ -120,9 +121,10 @@ def load_policy(path: Path | str) -> Policy:
     """Opens a policy directory and checks everything that can be checked without reading the weights' data.
 
     Raises:
-        PolicyError: no or bad policy.json; a recipe that does not hash to recipe_id or does not fit the model; a
-            tokenizer or chat template that differs from its recorded digest; weights that are missing, truncated or
-            inconsistent, of another format than policy.json says, or packed otherwise than the recipe says.
+        PolicyError: no or bad policy.json; a file that is no part of a policy; a recipe that does not hash to recipe_id
+            or does not fit the model; a tokenizer or chat template that differs from its recorded digest; weights that
+            are missing, truncated or inconsistent, of another format than policy.json says, or packed otherwise than
+            the recipe says.
         RecipeError: an unknown choice in the recipe.
     """
     root = Path(path)
@@ -131,6 +133,7 @@ def load_policy(path: Path | str) -> Policy:
             f"{root}: no {MANIFEST_FILE}, expected a policy directory; make one with `trace-serve policy build`",
             field=str(root),
         )
+    check_contents(root)
     manifest = parse_manifest(read_json_object(root / MANIFEST_FILE), str(root / MANIFEST_FILE))
     recipe = Recipe.from_dict(manifest.recipe)
     _check_equal(root, "recipe_id", recipe.recipe_id, manifest.recipe_id)
