@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from eval_gate.verdict import Verdict
+from eval_gate.verdict import Comparison, Verdict
 
 NOT_SCORED = "not scored"
+MAX_KINDS = 30
+
+
+def kinds(verdict: Verdict) -> tuple[list[tuple[str, Comparison]], int]:
+    """Kinds of query that a short report shows (of many, those with the largest gaps), and how many it leaves out."""
+    every = list(verdict.kinds.items())
+    if len(every) <= MAX_KINDS:
+        return every, 0
+    worst = sorted(every, key=lambda one: -1.0 if one[1].gap is None else one[1].gap, reverse=True)[:MAX_KINDS]
+    return worst, len(every) - MAX_KINDS
 
 
 def percent(share: float | None) -> str:

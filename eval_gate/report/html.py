@@ -51,7 +51,9 @@ def render_html(verdict: Verdict) -> str:
 
 
 def _deciding(verdict: Verdict) -> str:
-    return "each suite decides by its own bounds" if len(verdict.suites) > 1 else "the lowest bar decides"
+    said = "each suite decides by its own bounds" if len(verdict.suites) > 1 else "the lowest bar decides"
+    left = fmt.kinds(verdict)[1]
+    return f"{said}; the kinds with the largest gaps, {left} more in the table" if left else said
 
 
 def _text(value: object) -> str:

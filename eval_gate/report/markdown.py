@@ -42,9 +42,10 @@ def render_markdown(verdict: Verdict) -> str:
 
 
 def _kinds(verdict: Verdict) -> list[str]:
+    kinds, left = fmt.kinds(verdict)
     rows = [
         (
-            _text(kind) if found is not verdict.overall else "**all**",
+            _text(clipped(kind, 60)) if found is not verdict.overall else "**all**",
             found.n,
             fmt.percent(found.training_pass_rate),
             fmt.percent(found.serving_pass_rate),
@@ -53,9 +54,10 @@ def _kinds(verdict: Verdict) -> list[str]:
             found.only_training,
             found.only_serving,
         )
-        for kind, found in [*verdict.kinds.items(), ("all", verdict.overall)]
+        for kind, found in [*kinds, ("all", verdict.overall)]
     ]
-    return _table(("kind", "queries", "training", "serving", "gap", "interval", "lost", "gained"), rows)
+    more = ["", f"The kinds with the largest gaps; {left} more in verdict.json."] if left else []
+    return _table(("kind", "queries", "training", "serving", "gap", "interval", "lost", "gained"), rows) + more
 
 
 def _suites(verdict: Verdict) -> list[str]:

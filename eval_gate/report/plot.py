@@ -17,8 +17,8 @@ _TOP = 26
 
 
 def gap_plot(verdict: Verdict) -> str:
-    """One row a kind and one for all queries: point = gap, bar = interval, dashed = margin, plain = no loss."""
-    rows = [*verdict.kinds.items(), ("all queries", verdict.overall)]
+    """One row a kind (see `format.kinds`) and one for all queries: point = gap, bar = interval, dashed = margin, plain = no loss."""
+    rows = [*fmt.kinds(verdict)[0], ("all queries", verdict.overall)]
     limit = verdict.policy.margin if verdict.overall.margin is None else verdict.overall.margin
     low, high = _range(rows, limit)
     height = _TOP + _ROW * len(rows) + 34

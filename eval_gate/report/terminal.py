@@ -61,18 +61,20 @@ def _numbers(verdict: Verdict) -> Table:
 
 
 def _kinds(verdict: Verdict) -> Table:
+    kinds, left = fmt.kinds(verdict)
+    more = f"the kinds with the largest gaps, {left} more in the report; " if left else ""
     table = Table(
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
-        caption=f"gap in points, positive = lost; {verdict.method}; margin {fmt.margin(verdict)}",
+        caption=f"{more}gap in points, positive = lost; {verdict.method}; margin {fmt.margin(verdict)}",
         caption_justify="left",
     )
     for column in ("kind", "queries", "training", "serving", "gap", "interval", "lost", "gained"):
         table.add_column(column, justify="left" if column == "kind" else "right", no_wrap=column != "kind")
-    rows = [*verdict.kinds.items(), ("all", verdict.overall)]
+    rows = [*kinds, ("all", verdict.overall)]
     for name, found in rows:
         table.add_row(
-            escape(name),
+            escape(clipped(name, 60)),
             str(found.n),
             fmt.percent(found.training_pass_rate),
             fmt.percent(found.serving_pass_rate),

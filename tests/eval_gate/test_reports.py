@@ -164,6 +164,19 @@ def test_thousands_of_flips_stay_readable_and_are_counted(make_verdict: Callable
     assert len(render_markdown(verdict)) < 100_000
 
 
+def test_of_many_kinds_short_reports_show_the_worst_and_the_page_all(make_verdict: Callable[..., Verdict]) -> None:
+    verdict = make_verdict()
+    kinds = {f"kind {i:03}": verdict.overall.model_copy(update={"gap": i / 1000}) for i in range(200)}
+    many = verdict.model_copy(update={"kinds": kinds})
+    for text in (printed(many), render_markdown(many)):
+        assert "kind 199" in text
+        assert "kind 169" not in text
+        assert "170 more in" in " ".join(text.split())
+    page = render_html(many)
+    assert all(name in page for name in kinds)
+    assert page[page.index("<svg") : page.index("</svg>")].count("<circle") == 31
+
+
 def test_answers_of_other_lengths_are_said_in_every_report(make_verdict: Callable[..., Verdict]) -> None:
     verdict = make_verdict()
     lengths = {
