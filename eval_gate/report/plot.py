@@ -17,7 +17,10 @@ _TOP = 26
 
 
 def gap_plot(verdict: Verdict) -> str:
-    """One row a kind (see `format.kinds`) and one for all queries: point = gap, bar = interval, dashed = margin, plain = no loss."""
+    """One row a kind (see `format.kinds`) and one for all queries.
+
+    The point is the gap, the bar its interval, the dashed line the margin, the plain one no loss.
+    """
     rows = [*fmt.kinds(verdict)[0], ("all queries", verdict.overall)]
     limit = verdict.policy.margin if verdict.overall.margin is None else verdict.overall.margin
     low, high = _range(rows, limit)
