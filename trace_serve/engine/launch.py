@@ -34,6 +34,7 @@ from trace_serve.recipe import PRESETS, Recipe
 
 _POLL_S = 0.25
 _DRAIN_S = 5.0
+_FRONT_END_SECRETS = ("TRACE_SERVE_API_KEY", "TRACE_SERVE_ADMIN_KEY")
 
 
 @dataclass(frozen=True)
@@ -216,14 +217,20 @@ class EngineProcess:
         )
 
     def _environment(self) -> dict[str, str]:
-        env = {**os.environ, spec.ENV: self._spec().to_env()}
+        env = {**os.environ, spec.ENV: self._spec().to_env(), spec.KEY_ENV: self.api_key}
+        for name in _FRONT_END_SECRETS:
+            env.pop(name, None)
         env.pop("SGLANG_PLUGINS", None)
         env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
         env.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", self._model_package)
+        # Over TCP, torch's rendezvous would listen on every interface, for anybody.
+        assert self._run_dir is not None
+        env.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._run_dir.name}/rendezvous")
+        # With a file in its place, SGLang names shared memory after these alone.
+        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port))
         env.pop("PROMETHEUS_MULTIPROC_DIR", None)
         if self.config.metrics:
             # SGLang's processes share their counters through files; here they are removed with the engine.
-            assert self._run_dir is not None
             shared = Path(self._run_dir.name) / "metrics"
             shared.mkdir(exist_ok=True)
             env["PROMETHEUS_MULTIPROC_DIR"] = str(shared)
@@ -242,7 +249,6 @@ class EngineProcess:
             "--served-model-name": self.served_name,
             "--host": "127.0.0.1",
             "--port": str(self._port),
-            "--api-key": self.api_key,
             "--device": config.device,
             "--dtype": "bfloat16",
             "--max-total-tokens": str(config.max_total_tokens),

@@ -33,6 +33,9 @@ def _run(argv: list[str]) -> None:
     engine_spec = spec.from_env()
     if engine_spec is None:
         raise SeamError(f"{spec.ENV} is not set; start engines with trace_serve.engine.launch")
+    key = os.environ.pop(spec.KEY_ENV, "")
+    if not key:
+        raise SeamError(f"{spec.KEY_ENV} is not set; start engines with trace_serve.engine.launch")
     _exit_with_parent(engine_spec.parent_pid)
     startup.mark("python and the first imports")
     from sglang.srt.plugins import load_plugins
@@ -46,7 +49,7 @@ def _run(argv: list[str]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
-    server_args = prepare_server_args(argv)
+    server_args = prepare_server_args([*argv, f"--api-key={key}"])
     startup.mark("arguments")
     start.refuse_unverified(server_args)
     if not engine_spec.recipe.is_bf16:

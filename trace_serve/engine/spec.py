@@ -12,6 +12,8 @@ from trace_serve.hints.options import HintOptions, parse
 from trace_serve.recipe import PRESETS, Recipe
 
 ENV = "TRACE_SERVE_ENGINE"
+KEY_ENV = "TRACE_SERVE_ENGINE_KEY"
+"""Carries the engine's bearer key; a command line could be read by every user of the machine."""
 FAILURE_PREFIX = "trace-serve engine failed: "
 """Starts the line of the engine's log that says why it did not start; the launcher shows that line."""
 EXIT_SEAM = 10

@@ -61,11 +61,9 @@ def test_a_directory_without_a_model_is_refused_before_anything_starts(tmp_path:
 
 def test_a_value_that_starts_with_a_dash_is_not_taken_for_an_option() -> None:
     engine = EngineProcess(EngineConfig(model=Path("-model")))
-    engine.api_key = "-secret"
     arguments = engine._arguments()
-    assert "--api-key=-secret" in arguments
     assert "--model-path=-model" in arguments
-    assert not {"-secret", "-model"} & set(arguments)
+    assert "-model" not in arguments
 
 
 def test_a_recipe_that_this_engine_cannot_compute_exactly_is_refused(engine_model: Path) -> None:
