@@ -53,6 +53,11 @@ def pass_rate(low: float | None, high: float | None) -> str:
     return percent(low) if low == high else f"{percent(low)} to {percent(high)}"
 
 
+def mean_tokens(mean: float | None) -> str:
+    """Mean tokens of an answer, where the arm counts them."""
+    return "unknown" if mean is None else f"{mean:.1f}"
+
+
 def digest(value: str | None) -> str:
     """A digest short enough for a table."""
     return "unknown" if value is None else value[:19] + "…"

@@ -13,7 +13,7 @@ from eval_gate.report.drift import drift_section
 from eval_gate.report.html_flips import SCRIPT, flips_section
 from eval_gate.report.path_plot import path_section
 from eval_gate.report.plot import gap_plot
-from eval_gate.verdict import ArmSummary, Comparison, Verdict
+from eval_gate.verdict import Comparison, Verdict
 
 _STYLE = Path(__file__).with_name("style.css")
 _SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
@@ -159,17 +159,17 @@ def _arms(verdict: Verdict) -> str:
         ("wrong", one.failed, two.failed),
         ("cut at the token limit", one.truncated, two.truncated),
         ("one token repeated", one.degenerate, two.degenerate),
-        ("tokens an answer", _mean(one), _mean(two)),
+        (
+            "tokens an answer",
+            fmt.mean_tokens(one.mean_completion_tokens),
+            fmt.mean_tokens(two.mean_completion_tokens),
+        ),
         ("requests made", one.attempts, two.attempts),
     ]
     for kind in sorted(set(one.unscored) | set(two.unscored)):
         rows.append((f"error: {kind}", one.unscored.get(kind, 0), two.unscored.get(kind, 0)))
     body = "".join(f"<tr><td>{_text(name)}</td><td>{a}</td><td>{b}</td></tr>" for name, a, b in rows)
     return f"<section><h2>Arms</h2><table><tr><th></th><th>training</th><th>serving</th></tr>{body}</table></section>"
-
-
-def _mean(arm: ArmSummary) -> str:
-    return "unknown" if arm.mean_completion_tokens is None else f"{arm.mean_completion_tokens:.1f}"
 
 
 def _provenance(verdict: Verdict) -> str:

@@ -34,7 +34,8 @@ def render_markdown(verdict: Verdict) -> str:
     lines += ["", f"{_text(verdict.method)}; margin {_text(fmt.margin(verdict))} points; positive = lost."]
     lines += _kinds(verdict)
     lines += _suites(verdict) + _looks(verdict) + _arms(verdict)
-    lines += ["", *(f"- {_text(sentence)}" for sentence in drift.sentences(verdict))]
+    said = drift.sentences(verdict)
+    lines += ["", *(f"- {_text(sentence)}" for sentence in said)] if said else []
     lines += _flips(verdict)
     lines += ["", f"Expires {verdict.expires:%Y-%m-%d %H:%M} UTC.", "", "| subject | digest |", "|---|---|"]
     lines += [f"| {key} | `{value or 'unknown'}` |" for key, value in verdict.subjects.model_dump().items()]
@@ -98,7 +99,7 @@ def _arms(verdict: Verdict) -> list[str]:
             sum(arm.unscored.values()),
             arm.truncated,
             arm.degenerate,
-            "unknown" if arm.mean_completion_tokens is None else f"{arm.mean_completion_tokens:.1f}",
+            fmt.mean_tokens(arm.mean_completion_tokens),
         )
         for name, arm in (("training", verdict.training), ("serving", verdict.serving))
     ]
@@ -110,16 +111,17 @@ def _flips(verdict: Verdict) -> list[str]:
     if not verdict.flipped:
         return []
     shown = verdict.flipped[:MAX_FLIPS]
+    tokens = any(flip.first_different_token for flip in shown)
     rows = [
         (
             f"{_text(clipped(flip.id, 80))} ({flip.direction})",
             _text(clipped(flip.expected, 80)),
             *(_answer(flip, answer) for answer in (flip.training_answer, flip.serving_answer)),
-            _token(flip),
+            *([_token(flip)] if tokens else []),
         )
         for flip in shown
     ]
-    head = ("query", "expected", "training answer", "serving answer", "first different token")
+    head = ("query", "expected", "training answer", "serving answer", *(["first different token"] if tokens else []))
     title = f"Flipped queries ({total})" if total == len(shown) else f"Flipped queries (first {len(shown)} of {total})"
     return ["", f"<details><summary>{title}</summary>", *_table(head, rows), "", "</details>"]
 

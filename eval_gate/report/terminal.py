@@ -16,13 +16,15 @@ from eval_gate.stats.rule import Outcome
 from eval_gate.verdict import FlippedQuery, Verdict
 
 COLOURS = {Outcome.PASS: "green", Outcome.BLOCK: "red", Outcome.INCONCLUSIVE: "yellow"}
+NARROW = 80
+"""Columns under which the pass rates of each kind are left out."""
 
 
 def print_verdict(verdict: Verdict, console: Console, *, flipped: int = 5) -> None:
     """Prints outcome, numbers per kind and the first `flipped` flipped queries."""
     console.print(_headline(verdict))
     console.print(_numbers(verdict))
-    console.print(_kinds(verdict))
+    console.print(_kinds(verdict, narrow=console.width < NARROW))
     if len(verdict.suites) > 1:
         console.print(_suites(verdict))
     if verdict.looks:
@@ -55,12 +57,12 @@ def _numbers(verdict: Verdict) -> Table:
             str(sum(arm.unscored.values())),
             str(arm.truncated),
             str(arm.degenerate),
-            fmt.NOT_SCORED if arm.mean_completion_tokens is None else f"{arm.mean_completion_tokens:.1f}",
+            fmt.mean_tokens(arm.mean_completion_tokens),
         )
     return table
 
 
-def _kinds(verdict: Verdict) -> Table:
+def _kinds(verdict: Verdict, *, narrow: bool) -> Table:
     kinds, left = fmt.kinds(verdict)
     more = f"the kinds with the largest gaps, {left} more in the report; " if left else ""
     table = Table(
@@ -69,15 +71,15 @@ def _kinds(verdict: Verdict) -> Table:
         caption=f"{more}gap in points, positive = lost; {verdict.method}; margin {fmt.margin(verdict)}",
         caption_justify="left",
     )
-    for column in ("kind", "queries", "training", "serving", "gap", "interval", "lost", "gained"):
+    rates = () if narrow else ("training", "serving")
+    for column in ("kind", "queries", *rates, "gap", "interval", "lost", "gained"):
         table.add_column(column, justify="left" if column == "kind" else "right", no_wrap=column != "kind")
     rows = [*kinds, ("all", verdict.overall)]
     for name, found in rows:
         table.add_row(
             escape(clipped(name, 60)),
             str(found.n),
-            fmt.percent(found.training_pass_rate),
-            fmt.percent(found.serving_pass_rate),
+            *(fmt.percent(rate) for rate in (found.training_pass_rate, found.serving_pass_rate)[: len(rates)]),
             fmt.points(found.gap),
             fmt.interval(found.lower, found.upper),
             str(found.only_training),
