@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from eval_gate.arms.records import ErrorClass, Role
@@ -42,9 +42,18 @@ def find_causes(
         for finding in findings
         if not (finding.concern is Concern.UNPROVEN and policy.allow_unproven)
     ]
-    causes += _error_causes(policy, training, serving)
+    # What ended the run says why an arm was never asked; that it gave no answers then says nothing more.
+    asked = {
+        role: arm
+        for role, arm in zip(Role, summaries, strict=True)
+        if not (causes and arm.unscored == {str(ErrorClass.MISSING): arm.samples})
+    }
+    causes += _error_causes(policy, asked)
     causes += _degenerate_causes(policy, training, serving)
-    causes += _baseline_causes(policy, training, suites)
+    if Role.TRAINING in asked:
+        causes += _baseline_causes(policy, training, suites)
+    if len(asked) < len(summaries):
+        return causes
     order = {Outcome.BLOCK: 0, Outcome.INCONCLUSIVE: 1, Outcome.PASS: 2}
     ruled = sorted(suites, key=lambda suite: order[suite.outcome])
     truncation = _truncation_causes(policy, training, serving)
@@ -86,9 +95,9 @@ def _budget_causes(policy: GatePolicy, training: ArmSummary, serving: ArmSummary
     ]
 
 
-def _error_causes(policy: GatePolicy, training: ArmSummary, serving: ArmSummary) -> list[Cause]:
+def _error_causes(policy: GatePolicy, arms: Mapping[Role, ArmSummary]) -> list[Cause]:
     causes = []
-    for role, arm in ((Role.TRAINING, training), (Role.SERVING, serving)):
+    for role, arm in arms.items():
         without = sum(arm.unscored.values())
         if without <= policy.error_cap * arm.samples:
             continue

@@ -11,6 +11,8 @@ from eval_gate.stats.table import PairedTable
 from eval_gate.stats.tango import tango_interval
 
 _INTERVAL_EVERY_S = 0.5
+_INTERVAL_GROWTH = 1.25
+"""The bounds shown are of four fifths of the pairs at least, however fast answers come."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Tally:
         # In the order of `PairedTable`: both pass, only training, only serving, neither.
         self._pairs = {(a, b): 0 for a in (True, False) for b in (True, False)}
         self._bounds: tuple[float, float] | None = None
+        self._bounded = 0
         self._next_bounds = 0.0
 
     def note(self, record: SampleRecord) -> None:
@@ -66,9 +69,10 @@ class Tally:
     def progress(self, role: Role, phase: str) -> Progress:
         counts = self._arms[role]
         table = PairedTable(*self._pairs.values())
-        if table.n and (phase == "done" or time.monotonic() >= self._next_bounds):
+        due = time.monotonic() >= self._next_bounds or table.n > _INTERVAL_GROWTH * self._bounded
+        if table.n and (phase == "done" or due):
             found = tango_interval(table, self._confidence)
-            self._bounds = found.lower, found.upper
+            self._bounds, self._bounded = (found.lower, found.upper), table.n
             self._next_bounds = time.monotonic() + _INTERVAL_EVERY_S
         lower, upper = self._bounds or (None, None)
         return Progress(

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from eval_gate.cli import app as gate_app
+from eval_gate.commands.app import app as gate_app
 
 ARGO = manifests.ROOT / "deploy/argo"
 FILES = [path for path in sorted(ARGO.glob("*.yaml")) if path.name != "kustomization.yaml"]

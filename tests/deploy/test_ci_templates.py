@@ -20,7 +20,7 @@ import yaml
 from engine_client import START_TIMEOUT_S
 from typer.main import get_command
 
-from eval_gate.cli import app as gate_app
+from eval_gate.commands.app import app as gate_app
 from trace_serve.policy.cli import app as policy_app
 from trace_serve.policy.manifest import load_policy
 from trace_serve.server.authorization import authorize_policy

@@ -21,7 +21,8 @@ OPTIONAL = (
 
 def test_the_command_line_imports_no_optional_package() -> None:
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(sys.argv[1:])); import eval_gate.cli, eval_gate.suites.named, "
+        "import sys; sys.modules.update(dict.fromkeys(sys.argv[1:])); import eval_gate.commands.app, "
+        "eval_gate.run, eval_gate.conclude, eval_gate.compare_files, eval_gate.planning, eval_gate.suites.named, "
         "eval_gate.arms.transformers, eval_gate.checkers.worker, eval_gate.importers.conversion as c, importlib; "
         "[importlib.import_module(name) for name in c.FORMATS.values()]"
     )

@@ -8,7 +8,7 @@ import shlex
 import pytest
 from typer.main import get_command
 
-from eval_gate.cli import app
+from eval_gate.commands.app import app
 
 COMMANDS = get_command(app).commands
 

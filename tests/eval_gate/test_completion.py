@@ -50,8 +50,16 @@ def test_bash_completes_flags_through_the_script(tmp_path: Path) -> None:
     assert done.stdout.strip() == "--baseline-floor", done.stderr
 
 
+def test_ctrl_c_while_the_program_is_still_loading_is_an_exit_code_and_no_traceback(tmp_path: Path) -> None:
+    # The interrupt comes with the first module that the command line loads, at the earliest moment there is.
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([*COMMAND.split(), "plan"], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_parsing_a_command_line_loads_neither_numerics_nor_network_nor_cryptography() -> None:
     heavy = ["numpy", "scipy", "aiohttp", "cryptography", "torch"]
-    code = "import sys, eval_gate.cli; print([name for name in sys.argv[1:] if name in sys.modules])"
+    code = "import sys, eval_gate.commands.app; print([name for name in sys.argv[1:] if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr

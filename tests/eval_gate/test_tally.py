@@ -51,3 +51,17 @@ def test_the_line_shows_gap_and_interval() -> None:
     with live_progress(Console(file=buffer, force_terminal=False)) as update:
         update(found)
     assert "serving   40/40" in buffer.getvalue()
+
+
+def test_the_interval_shown_is_never_that_of_far_fewer_pairs() -> None:
+    tally = Tally(40, 0.05)
+    widths = []
+    for number in range(40):
+        tally.note(sample(Role.TRAINING, number, True))
+    for number in range(40):
+        tally.note(sample(Role.SERVING, number, number % 10 > 0))
+        found = tally.progress(Role.SERVING, "sampling")
+        assert found.lower is not None
+        assert found.upper is not None
+        widths.append(found.upper - found.lower)
+    assert widths[1] > 1.5 * widths[20] > 1.5 * widths[39]

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from signed_world import World, build, wrong
 from typer.main import get_command
 
-from eval_gate.cli import app
+from eval_gate.commands.app import app
 from eval_gate.flips import MAX_FLIPS_BYTES, MAX_TEXT_CHARS
 from eval_gate.signing import CHECKS, PAYLOAD_TYPE, PREDICATE_TYPE, STATEMENT_TYPE, verify_verdict
 from eval_gate.verdict import Subjects, Verdict
