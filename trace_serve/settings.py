@@ -110,7 +110,7 @@ class Settings(BaseSettings):
         None,
         ge=1,
         le=1 << 40,
-        description="prompt and completion tokens inside the engine; default: 4 x max_total_tokens",
+        description="prompt and completion tokens inside the engine; default: 4 x max_total_tokens of a local engine",
     )
     default_completion_tokens: int = Field(
         512, ge=1, le=1 << 24, description="what a request without max_tokens counts as sampling"
@@ -161,11 +161,14 @@ class Settings(BaseSettings):
         return from_settings(self.hint_sites, self.hint_layers, self.hint_scale)
 
     @property
-    def token_budget(self) -> int:
-        """Prompt and completion tokens that may be inside the engine at once.
+    def token_budget(self) -> int | None:
+        """Prompt and completion tokens that may be inside the engine at once; None does not limit them.
 
-        Most requests end well before their `max_tokens`, so more than the KV pool holds may be let in.
+        Most requests end well before their `max_tokens`, so more than the KV pool holds may be let in. The pool of a
+        remote engine is not known here.
         """
+        if self.max_tokens_in_flight is None and self.engine_urls:
+            return None
         return self.max_tokens_in_flight or 4 * self.max_total_tokens
 
     @classmethod

@@ -63,7 +63,7 @@ class MetricsPage:
         metrics.in_flight.set(front.admission.in_flight)
         metrics.in_flight_limit.set(front.settings.max_in_flight)
         metrics.tokens.set(front.admission.tokens_in_flight)
-        metrics.token_limit.set(front.settings.token_budget)
+        metrics.token_limit.set(front.settings.token_budget or float("inf"))
         metrics.tasks.set(len(asyncio.all_tasks()))
         metrics.queued.set(front.admission.queued)
         metrics.queue_limit.set(front.settings.max_queue)
