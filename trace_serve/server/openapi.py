@@ -24,6 +24,8 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
     answers.ErrorAnswer,
     answers.ChatCompletion,
     answers.TextCompletion,
+    answers.ChatChunk,
+    answers.TextChunk,
     answers.ModelList,
     answers.ModelEntry,
     answers.Tokens,

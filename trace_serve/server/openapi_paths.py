@@ -27,10 +27,14 @@ def paths() -> dict[str, Any]:
     """The `paths` object."""
     return {
         "/v1/chat/completions": {
-            "post": _generation("chat", "Answers a conversation", "ChatRequest", "ChatCompletion", CHAT, CHAT_STREAM)
+            "post": _generation(
+                "chat", "Answers a conversation", "ChatRequest", "ChatCompletion", "ChatChunk", CHAT, CHAT_STREAM
+            )
         },
         "/v1/completions": {
-            "post": _generation("complete", "Continues a text", "CompletionRequest", "TextCompletion", COMPLETION, None)
+            "post": _generation(
+                "complete", "Continues a text", "CompletionRequest", "TextCompletion", "TextChunk", COMPLETION, None
+            )
         },
         "/v1/embeddings": {
             "post": {
@@ -77,11 +81,11 @@ def paths() -> dict[str, Any]:
 
 
 def _generation(
-    name: str, summary: str, body: str, answer: str, example: dict[str, Any], stream: str | None
+    name: str, summary: str, body: str, answer: str, chunk: str, example: dict[str, Any], stream: str | None
 ) -> dict[str, Any]:
     content: dict[str, Any] = {
         "application/json": {"schema": _ref(answer)},
-        "text/event-stream": {"schema": {"type": "string", "description": "server-sent events, with stream: true"}},
+        "text/event-stream": {"schema": _event(chunk)},
     }
     if stream is not None:
         content["text/event-stream"]["example"] = stream
@@ -97,6 +101,18 @@ def _generation(
             "200": {"description": "The answer, or a stream of it.", "content": content, "headers": _described()},
             **errors(400, 401, 403, 404, 408, 409, 413, 429, 500, 502, 503, 504),
         },
+    }
+
+
+def _event(chunk: str) -> dict[str, Any]:
+    """One server-sent event of a stream, as OpenAPI describes events: its fields as an object."""
+    content = {"anyOf": [_ref(chunk), _ref("ErrorAnswer")]}
+    json_text = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    return {
+        "type": "object",
+        "description": "one event, with stream: true; the last one is [DONE], or an error where the answer was cut",
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, json_text]}},
+        "required": ["data"],
     }
 
 

@@ -32,9 +32,14 @@ def rollout_router(front: FrontEnd) -> APIRouter:
         complete = await asyncio.to_thread(with_hints, record, hint_dir)
         return Response(orjson.dumps(complete), media_type="application/json", headers={"cache-control": "no-store"})
 
-    @router.get("/v1/rollouts/{rollout_id}/hints")
+    # One route for both methods, so that a 405 allows both.
+    @router.api_route("/v1/rollouts/{rollout_id}/hints", methods=["GET", "DELETE"])
     async def hints(request: Request, rollout_id: str) -> Response:
         directory, name = _locate(request, rollout_id)
+        if request.method == "DELETE":
+            if not await hint_files.remove(directory, name):
+                raise not_found(f"no hints of {name}: there is nothing to remove", code="hints_not_found")
+            return Response(status_code=204)
         acknowledged = request.query_params.get("ack", "0")
         if acknowledged not in ("0", "1"):
             raise bad_request(f"ack: got {acknowledged[:20]!r}, expected 0 or 1", param="ack")
@@ -42,13 +47,6 @@ def rollout_router(front: FrontEnd) -> APIRouter:
         if acknowledged == "1":
             return hint_files.ReadOnce(directory, name)
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
-
-    @router.delete("/v1/rollouts/{rollout_id}/hints")
-    async def delete_hints(request: Request, rollout_id: str) -> Response:
-        directory, name = _locate(request, rollout_id)
-        if not await hint_files.remove(directory, name):
-            raise not_found(f"no hints of {name}: there is nothing to remove", code="hints_not_found")
-        return Response(status_code=204)
 
     def _locate(request: Request, rollout_id: str) -> tuple[Path, str]:
         """The hint directory, and the name of the hints that a request is about."""

@@ -111,6 +111,49 @@ class TextCompletion(_Open):
     metadata: AnswerMetadata | None = None
 
 
+class ChunkDelta(_Open):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[AnsweredCall] | None = None
+
+
+class ChatChunkChoice(_Open):
+    index: int
+    delta: ChunkDelta
+    finish_reason: str | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class ChatChunk(_Open):
+    """One chunk of a stream; the last ones may have no choices, but usage or metadata."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    metadata: AnswerMetadata | None = None
+
+
+class TextChunkChoice(_Open):
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class TextChunk(_Open):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChunkChoice]
+    usage: Usage | None = None
+    metadata: AnswerMetadata | None = None
+
+
 class ModelEntry(_Open):
     id: str
     object: Literal["model"]
