@@ -1,4 +1,4 @@
-"""Fake quantization that follows a rollout: never worse than nearest where it can know, equal to it where they agree."""
+"""Fake quantization that follows a rollout: never worse than nearest where it can know, and equal where they agree."""
 
 from __future__ import annotations
 
