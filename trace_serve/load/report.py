@@ -116,12 +116,14 @@ def conclude(
     silent_workers: int,
     swaps: list[dict[str, Any]],
     notes: list[str],
+    faults: list[str],
 ) -> LoadReport:
     """Judges a finished run.
 
     Args:
         totals: merged over all processes.
         silent_workers: processes that never reported their end.
+        faults: what else makes the run invalid.
     """
     offered = sum(totals.outcomes.values())
     wall_s = max(totals.last_end_s - plan.warmup, 1e-9)
@@ -130,7 +132,9 @@ def conclude(
         Version(**labels._asdict(), requests=count) for labels, count in totals.labels.most_common(MAX_VERSIONS)
     ]
     notes = [*notes, *_notes(totals)]
-    invalid = invalid_reasons(plan, slo, totals, silent_workers)
+    failed_swaps = [f"a swap failed: {swap['policy']}: {swap['fault']}" for swap in swaps if swap["fault"]]
+    notes += failed_swaps
+    invalid = [*faults, *invalid_reasons(plan, slo, totals, silent_workers)]
     checks = check_slo(slo, totals, offered, wall_s)
     met = all(check.met for check in checks)
     return LoadReport(
@@ -184,8 +188,8 @@ def _notes(totals: Totals) -> list[str]:
             notes.append(f"more than one {what} answered: {', '.join(sorted(seen)[:5])}; figures mix them")
     if totals.outcomes[Outcome.DROPPED]:
         notes.append(
-            f"{totals.outcomes[Outcome.DROPPED]} arrivals were dropped at the cap of requests in flight; latencies are of "
-            "the others alone and look better than the load was"
+            f"{totals.outcomes[Outcome.DROPPED]} arrivals were dropped at the cap of requests in flight; latencies are "
+            "of the others alone and look better than the load was"
         )
     if totals.sums["not_kept"]:
         notes.append(f"requests.csv lacks {totals.sums['not_kept']} requests; keep more with --keep-requests")

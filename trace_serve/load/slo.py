@@ -42,17 +42,23 @@ class RequestLimits(_Part):
 
 
 class RunLimits(_Part):
-    """Shares are of all measured arrivals, dropped ones included. `ttft_ms = {p99 = 500}` limits a percentile."""
+    """Shares are of all measured arrivals, dropped ones included. `ttft_ms = {p99 = 500}` limits a percentile.
+
+    Attributes:
+        max_error_share: of failed, refused and unfinished requests.
+        min_tokens_per_s: completion tokens a second.
+        min_requests: fewer answered requests make the run invalid.
+    """
 
     min_goodput: Share | None = None
-    max_error_share: Share = Field(0.0, description="failed, refused and unfinished requests")
+    max_error_share: Share = 0.0
     max_dropped_share: Share = 0.0
-    min_tokens_per_s: Milliseconds | None = Field(None, description="completion tokens a second")
-    min_requests: int = Field(1, ge=1, description="fewer answered requests make the run invalid")
-    ttft_ms: Quantiles = Field(default_factory=dict)
-    tpot_ms: Quantiles = Field(default_factory=dict)
-    itl_ms: Quantiles = Field(default_factory=dict)
-    e2e_ms: Quantiles = Field(default_factory=dict)
+    min_tokens_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    min_requests: Annotated[int, Field(ge=1)] = 1
+    ttft_ms: Quantiles = Field(default={})
+    tpot_ms: Quantiles = Field(default={})
+    itl_ms: Quantiles = Field(default={})
+    e2e_ms: Quantiles = Field(default={})
 
 
 class Slo(_Part):

@@ -27,7 +27,7 @@ def invalid_reasons(plan: LoadPlan, slo: Slo, totals: Totals, silent_workers: in
     if answered < slo.run.min_requests:
         reasons.append(f"{answered} requests were answered, expected at least {slo.run.min_requests}")
     if silent_workers:
-        reasons.append(f"{silent_workers} load processes did not report their end")
+        reasons.append(f"{silent_workers} load processes did not report their end: stopped early, or lost")
     lag_s = totals.latencies.quantile("lag", 99.0)
     if plan.is_open and lag_s > plan.max_lag:
         reasons.append(
