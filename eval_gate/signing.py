@@ -180,7 +180,7 @@ def _read_statement(payload: bytes, path: Path) -> Verdict:
         statement: Any = json.loads(payload)
         kind, predicate_type = statement["_type"], statement["predicateType"]
         predicate, subjects = statement["predicate"], statement["subject"]
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise VerdictRefused(f"{path}: the payload is not an in-toto statement", field="payload") from exc
     if kind != STATEMENT_TYPE or predicate_type != PREDICATE_TYPE:
         raise VerdictRefused(

@@ -23,7 +23,9 @@ from eval_gate.verdict import Verdict
 from eval_gate.verification import check_subjects
 from trace_serve.errors import EXIT_CONFIG, TraceServeError, VerdictRefused
 
-many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @pytest.fixture

@@ -17,10 +17,11 @@ from typer.main import get_command
 
 from eval_gate.commands.app import app
 from eval_gate.flips import MAX_FLIPS_BYTES, MAX_TEXT_CHARS
-from eval_gate.signing import CHECKS, PAYLOAD_TYPE, PREDICATE_TYPE, STATEMENT_TYPE, verify_verdict
+from eval_gate.signing import CHECKS, PAYLOAD_TYPE, PREDICATE_TYPE, STATEMENT_TYPE, envelope_digest, verify_verdict
 from eval_gate.verdict import Subjects, Verdict
 from eval_gate.verification import check_subjects
 from trace_serve.errors import VerdictRefused
+from trace_serve.policy.digest import digest_file
 
 PAGE = (Path(__file__).parents[2] / "docs" / "verdict.md").read_text(encoding="utf-8")
 FILES = ("serving", "training", "queries", "gate_policy", "results")
@@ -122,6 +123,7 @@ def test_the_commands_for_openssl_verify_an_envelope_and_refuse_an_edited_one(wo
     assert done.returncode == 0, done.stderr
     statement = json.loads((place / "statement.json").read_bytes())
     assert statement == world.statement()
+    assert envelope_digest(world.verdict) == digest_file(place / "statement.json")
     digests = {one["name"]: one["digest"]["sha256"] for one in statement["subject"]}
     for name in ("results", "gate_policy"):
         assert digests[name] in done.stdout
