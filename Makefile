@@ -91,7 +91,7 @@ deploy-check: $(INSTALLED)
 	$(BIN)/python tests/deploy/run_cpu_stage.py
 	$(BIN)/python tests/deploy/check_crds.py
 
-IMAGE_EXTRAS := engine load gate-math gate-json gate-import
+IMAGE_EXTRAS := engine load otel gate-math gate-json gate-import
 lock-image: $(INSTALLED)
 	{ sed -n 1p deploy/docker/constraints.txt; echo dumb-init | $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
 	    --no-header --no-annotate --no-emit-index-url $(IMAGE_EXTRAS:%=--extra %) pyproject.toml - ; } > deploy/docker/constraints.new

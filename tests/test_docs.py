@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import typer
 
-from eval_gate import cli as gate_cli
+from eval_gate.commands.app import app as gate_app
 from trace_serve import cli as serve_cli
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
 SHELL = {"", "bash", "sh", "shell", "console"}
-PROGRAMS = {"trace-serve": serve_cli.app, "eval-gate": gate_cli.app}
+PROGRAMS = {"trace-serve": serve_cli.app, "eval-gate": gate_app}
 
 sys.path.insert(0, str(ROOT / "tools"))
 

@@ -117,10 +117,22 @@ def test_what_the_build_copies_is_let_through_and_nothing_else() -> None:
     assert all((ROOT / source).exists() for source in copied)
 
 
+def extras(image: str) -> list[str]:
+    """The extras of trace-serve that an image installs."""
+    steps = "\n".join(step.arguments for step in PARSED.stages[image].of("RUN"))
+    (names,) = re.findall(r'"trace-serve\[([\w,-]+)\] @', steps)
+    return names.split(",")
+
+
+def test_both_images_have_the_extras_that_are_locked() -> None:
+    (locked,) = re.findall(r"^IMAGE_EXTRAS := (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert extras("cpu") == extras("gpu") == locked.split()
+
+
 def test_the_locked_packages_satisfy_what_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     wanted = list(project["dependencies"])
-    for extra in ("engine", "load", "gate-math", "gate-json", "gate-import"):
+    for extra in extras("cpu"):
         wanted += project["optional-dependencies"][extra]
     environment = {**default_environment(), "python_full_version": "3.11.16", "python_version": "3.11"}
     locked = {}
@@ -131,7 +143,9 @@ def test_the_locked_packages_satisfy_what_the_project_asks_for() -> None:
                 locked[pin.name] = next(iter(pin.specifier)).version
     for requirement in map(Requirement, wanted):
         if requirement.marker is None or requirement.marker.evaluate(environment):
-            assert requirement.specifier.contains(locked[requirement.name]), requirement
+            found = locked.get(requirement.name)
+            assert found is not None, f"{requirement}: not locked; run `make lock-image`"
+            assert requirement.specifier.contains(found), f"{requirement}: locked at {found}; run `make lock-image`"
     assert locked[DISTRIBUTION] == "0.5.23"
 
 
