@@ -95,10 +95,10 @@ def _rendering(style: Format) -> list[Processor]:
 
 
 def _one_line(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """Line breaks and control characters of clients must not make lines, or colours, of their own on a terminal."""
-    for name, value in event.items():
-        if isinstance(value, str) and name != "exception" and not value.isprintable():
-            event[name] = value.encode("unicode_escape").decode("ascii")
+    """Control characters must not make lines, or colours, of their own on a terminal; structlog sees to the values."""
+    said = event.get("event")
+    if isinstance(said, str) and not said.isprintable():
+        event["event"] = said.encode("unicode_escape").decode("ascii")
     return event
 
 

@@ -135,6 +135,10 @@ class RequestLog:
         except (RecordError, OSError, ConfigError) as exc:
             self._warn(exchange.id, str(exc))
             return "failed"
+        except Exception as exc:
+            # One record that nobody foresaw must not end the log of all that follow; its words could hold a text.
+            self._warn(exchange.id, type(exc).__name__)
+            return "failed"
         return "written"
 
     def _warn(self, request_id: str, reason: str) -> None:
