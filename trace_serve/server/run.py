@@ -25,12 +25,13 @@ from trace_serve.server.policies.registry import Registry
 from trace_serve.server.remote import check_remote
 from trace_serve.server.service import EngineFactory
 from trace_serve.server.supervisor import EngineLike
-from trace_serve.server.tls import server_context
+from trace_serve.server.tls import RenewedTls
 from trace_serve.settings import Settings
 
 log = structlog.get_logger("trace_serve.server")
 SHUTDOWN_MARGIN_S = 5.0
-PARENT_POLL_S = 1.0
+POLL_S = 1.0
+"""How often the parent process and the certificate's files are looked at."""
 
 
 def serve_policy(
@@ -135,10 +136,10 @@ def run_server(
     front: FrontEnd = app.state.front
     if settings.admin_port is not None:
         front.attach(Admin(settings, front, registry))
-    tls = server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    tls = RenewedTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     config = uvicorn.Config(
         app,
-        ssl_context_factory=None if tls is None else lambda *_: tls,
+        ssl_context_factory=tls.factory,
         loop="uvloop",
         http="httptools",
         access_log=False,
@@ -148,8 +149,8 @@ def run_server(
         timeout_graceful_shutdown=int(settings.drain_s + SHUTDOWN_MARGIN_S),
     )
     listener = _listen(settings.host, settings.port)
-    log.info("listening", host=settings.host, port=listener.getsockname()[1], tls=tls is not None)
-    server = _Server(config, front)
+    log.info("listening", host=settings.host, port=listener.getsockname()[1], tls=tls.context is not None)
+    server = _Server(config, front, tls)
     server.run(sockets=[listener])
     if front.failure is not None:
         log.error("gave_up", reason=str(front.failure))
@@ -171,9 +172,10 @@ def _listen(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """uvicorn, but a signal drains with error events for what is cut, and the process ends with 0."""
 
-    def __init__(self, config: uvicorn.Config, front: FrontEnd) -> None:
+    def __init__(self, config: uvicorn.Config, front: FrontEnd, tls: RenewedTls) -> None:
         super().__init__(config)
         self._front = front
+        self._tls = tls
         self._parent = os.getppid()
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -190,10 +192,11 @@ class _Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._end, self._signals > 1)
 
     async def on_tick(self, counter: int) -> bool:
-        every = round(PARENT_POLL_S / 0.1)
-        if self._front.settings.exit_with_parent and counter % every == 0 and os.getppid() != self._parent:
-            log.info("parent_gone")
-            self._end(True)
+        if counter % round(POLL_S / 0.1) == 0:
+            self._tls.refresh()
+            if self._front.settings.exit_with_parent and os.getppid() != self._parent:
+                log.info("parent_gone")
+                self._end(True)
         return await super().on_tick(counter)
 
     def _end(self, now: bool) -> None:

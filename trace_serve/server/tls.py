@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
 from trace_serve.errors import ConfigError
-from trace_serve.server.keys_private import read_private
+from trace_serve.server.keys_private import Stamp, read_private, stamp_of
+
+log = structlog.get_logger("trace_serve.tls")
 
 
 def server_context(cert: Path | None, key: Path | None, client_ca: Path | None = None) -> ssl.SSLContext | None:
@@ -48,6 +53,44 @@ def server_context(cert: Path | None, key: Path | None, client_ca: Path | None =
             raise ConfigError(f"--tls-client-ca: {client_ca} holds no PEM certificate", field="tls_client_ca") from exc
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+class RenewedTls:
+    """A server's context that takes a renewed certificate without a restart; open connections keep the old one.
+
+    Args:
+        cert, key, client_ca: see `server_context`; a change of `client_ca` needs a restart.
+
+    Raises:
+        ConfigError: see `server_context`.
+    """
+
+    def __init__(self, cert: Path | None, key: Path | None, client_ca: Path | None = None) -> None:
+        self.context = server_context(cert, key, client_ca)
+        self._files = (cert, key) if cert is not None and key is not None else None
+        self._seen = self._stamps()
+
+    @property
+    def factory(self) -> Callable[..., ssl.SSLContext] | None:
+        """What uvicorn asks for the context; None without TLS."""
+        context = self.context
+        return None if context is None else lambda *_, made=context: made
+
+    def refresh(self) -> None:
+        """Loads certificate and key again if they were replaced; a pair that cannot be used is logged and left."""
+        stamps = self._stamps()
+        if self.context is None or self._files is None or stamps == self._seen:
+            return
+        self._seen = stamps
+        try:
+            server_context(*self._files)
+            self.context.load_cert_chain(*self._files)
+            log.info("certificate_renewed", path=str(self._files[0]))
+        except (ConfigError, OSError) as exc:
+            log.error("certificate_refused", reason=str(exc))
+
+    def _stamps(self) -> list[Stamp | None]:
+        return [stamp_of(path) for path in self._files or ()]
 
 
 def _require_readable(path: Path, flag: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import time
 from collections.abc import Iterator
@@ -10,11 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 import trustme
+from cryptography import x509
 from harness import Running
 from scripted_engine import TEXT
 
 from trace_serve.errors import ConfigError
-from trace_serve.server.tls import server_context
+from trace_serve.server.tls import RenewedTls, server_context
 
 
 class Files:
@@ -113,6 +115,53 @@ def test_a_context_refuses_versions_before_1_2(files: Files) -> None:
     assert context is not None
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
     assert context.verify_mode == ssl.CERT_NONE
+
+
+def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(files: Files, tmp_path: Path) -> None:
+    cert, key = tmp_path / "live.pem", tmp_path / "live.key"
+    copy(files.cert, cert)
+    copy(files.key, key)
+    renewed = RenewedTls(cert, key)
+    assert serial(renewed) == serial_of(files.cert)
+    new_cert, new_key = files.issue("renewed", files.ca.issue_cert("127.0.0.1", "localhost"))
+    copy(new_cert, cert)
+    renewed.refresh()
+    assert serial(renewed) == serial_of(files.cert), "its key is not there yet"
+    copy(new_key, key)
+    renewed.refresh()
+    assert serial(renewed) == serial_of(new_cert)
+    cert.unlink()
+    renewed.refresh()
+    assert serial(renewed) == serial_of(new_cert)
+
+
+def copy(source: Path, target: Path) -> None:
+    """As a file that replaces the one before, whatever the resolution of modification times."""
+    temporary = target.with_suffix(".new")
+    temporary.write_bytes(source.read_bytes())
+    temporary.chmod(0o600)
+    temporary.replace(target)
+
+
+def serial_of(cert: Path) -> int:
+    return x509.load_pem_x509_certificate(cert.read_bytes()).serial_number
+
+
+def serial(renewed: RenewedTls) -> int:
+    """Of the certificate that a new connection is shown."""
+    assert renewed.context is not None
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    client = trusting.wrap_bio(to_client, to_server)
+    server = renewed.context.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(3):
+        for side in (client, server):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    shown = client.getpeercert(binary_form=True)
+    assert shown is not None
+    return x509.load_der_x509_certificate(shown).serial_number
 
 
 def test_each_fault_of_the_files_is_named(files: Files, tmp_path: Path) -> None:

@@ -20,11 +20,13 @@ from trace_serve.server.policies.digests import DigestCache
 from trace_serve.server.policies.registry import Registry
 from trace_serve.server.policies.shadow import Shadow
 from trace_serve.server.service import Service
+from trace_serve.server.tls import RenewedTls
 from trace_serve.settings import Settings
 
 log = structlog.get_logger("trace_serve.admin")
 
 STATE_DIR = ".trace-serve"
+_TLS_TICKS = 10
 
 
 def open_registry(settings: Settings) -> Registry | None:
@@ -82,6 +84,7 @@ class Admin:
             )
         self._settings, self._front, self._registry = settings, front, registry
         self._audit = None if registry is None else AuditLog(state_dir(settings) / "audit.jsonl")
+        self._tls = RenewedTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self._listener = _listen(settings.admin_host, settings.admin_port)
         self._activator: Activator | None = None
         self._server: _Quiet | None = None
@@ -102,9 +105,16 @@ class Admin:
         assert settings.admin_key is not None
         app = create_admin_app(self._front, self._activator, settings.admin_key.get_secret_value())
         config = uvicorn.Config(
-            app, loop="uvloop", http="httptools", access_log=False, log_config=None, lifespan="off", server_header=False
+            app,
+            ssl_context_factory=self._tls.factory,
+            loop="uvloop",
+            http="httptools",
+            access_log=False,
+            log_config=None,
+            lifespan="off",
+            server_header=False,
         )
-        self._server = _Quiet(config)
+        self._server = _Quiet(config, self._tls)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         host, port = self._listener.getsockname()[:2]
         log.info("admin_listening", host=host, port=port)
@@ -137,6 +147,15 @@ class Admin:
 
 class _Quiet(uvicorn.Server):
     """Signals belong to the front-end's server."""
+
+    def __init__(self, config: uvicorn.Config, tls: RenewedTls) -> None:
+        super().__init__(config)
+        self._tls = tls
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TLS_TICKS == 0:
+            self._tls.refresh()
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
