@@ -8,7 +8,15 @@ from typer.testing import CliRunner
 
 from trace_serve.errors import ConfigError, PolicyError
 from trace_serve.hints import wire
-from trace_serve.plan import Workload, filled_batch, plan, plan_command, weight_bytes
+from trace_serve.plan import (
+    Workload,
+    filled_batch,
+    kv_capacity_tokens,
+    plan,
+    plan_command,
+    scheme_rows,
+    weight_bytes,
+)
 from trace_serve.policy.dims import QWEN35_35B_A3B, dims_from_config, load_dims
 
 PAPER = load_dims("qwen3.5-35b-a3b")
@@ -137,3 +145,47 @@ def test_planning_does_not_import_torch():
     subprocess.run(
         [sys.executable, "-c", "import sys, trace_serve.plan; assert 'torch' not in sys.modules"], check=True
     )
+
+
+def test_hint_schemes_cost_what_their_bits_say():
+    rows = {row["key"]: row for row in scheme_rows(PAPER, Workload())}
+    expected = {"full": 51_840, "paper": 8_640, "byte": 17_280, "default": 12_240}
+    assert {key: rows[key]["bytes_per_token"] for key in expected} == expected
+    assert rows["syndrome"]["bytes_per_token"] == pytest.approx(3_650, abs=5)
+    assert rows["bound"]["bytes_per_token"] == pytest.approx(1_207, abs=5)
+    steps = {key: rows[key]["bytes_per_step"] / 1e12 for key in rows}
+    assert steps == pytest.approx(
+        {"full": 55.7, "paper": 9.28, "byte": 18.6, "default": 13.1, "syndrome": 3.9, "bound": 1.3}, abs=0.06
+    )
+    # A full memory at its roofline writes far less than a network link takes.
+    assert 0 < rows["default"]["share_of_link"] < rows["full"]["share_of_link"] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "bandwidth"), [("gb200", 186, 8000), ("B200", 180, 8000), ("h200", 141, 4800)]
+)
+def test_hardware_has_the_memory_and_bandwidth_of_its_data_sheet(name, memory, bandwidth):
+    result = CliRunner().invoke(app_of(plan_command), ["--hardware", name, "--json"])
+    load = json.loads(result.output)["workload"]
+    assert (load["memory_gb"], load["bandwidth_gb_s"]) == (memory, bandwidth)
+
+
+def test_unknown_hardware_is_refused_by_name():
+    result = CliRunner().invoke(app_of(plan_command), ["--hardware", "tpu"])
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.field == "hardware"
+
+
+def test_kv_capacity_fills_the_memory():
+    load = Workload()
+    for experts, kv in ((16.0, 16.0), (4.5, 4.5)):
+        tokens = kv_capacity_tokens(PAPER, load, experts, kv)
+        used = weight_bytes(PAPER, experts) + tokens * 10 * PAPER.kv_values * kv / 8
+        assert used == pytest.approx(load.usable_bytes)
+    assert kv_capacity_tokens(PAPER, Workload(memory_gb=10), 16.0, 16.0) == 0
+
+
+def app_of(command):
+    app = typer.Typer()
+    app.command()(command)
+    return app
