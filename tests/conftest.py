@@ -95,6 +95,12 @@ class FrontEnd(ServerProcess):
         children = psutil.Process(self.pid).children(recursive=True)
         return next(p.pid for p in children if "trace_serve.engine.main" in p.cmdline())
 
+    def scheduler_pid(self) -> int:
+        import psutil
+
+        children = psutil.Process(self.pid).children(recursive=True)
+        return next(p.pid for p in children if any("sglang::scheduler" in word for word in p.cmdline()))
+
 
 @pytest.fixture(scope="session")
 def front_end(fp4_policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
@@ -107,6 +113,7 @@ def front_end(fp4_policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> I
         api_key="test-key-0123456789",
         log_path=directory / "server.log",
         engine_log=directory / "engine.log",
+        environment={"TRACE_SERVE_TOOL_CALL_PARSER": "qwen"},
     )
     server.start()
     server.wait_ready(START_TIMEOUT_S)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -110,6 +112,17 @@ def test_characters_split_over_tokens_arrive_whole(client: httpx.Client) -> None
     whole = client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
     streamed = joined(chunks(client.post(CHAT, json={**body, "stream": True})))
     assert streamed == whole
+
+
+def test_characters_of_several_tokens_are_never_cut(client: httpx.Client) -> None:
+    """The policy's tokens are bytes, and the schema leaves it no choice of them."""
+    text = "안녕 🫠🥹龜"
+    schema = {"name": "x", "schema": {"enum": [text]}}
+    body = {"messages": HI, "max_tokens": 60, "response_format": {"type": "json_schema", "json_schema": schema}}
+    whole = client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
+    streamed = joined(chunks(client.post(CHAT, json={**body, "stream": True})))
+    assert json.loads(whole) == json.loads(streamed) == text
+    assert "\ufffd" not in whole + streamed
 
 
 def test_usage_comes_only_when_asked_for(client: httpx.Client) -> None:
@@ -230,27 +243,36 @@ def test_the_report_names_the_policy(client: httpx.Client) -> None:
     assert answer.headers["x-trace-policy-digest"] == report["policy"]["digest"]
 
 
-def test_a_killed_engine_ends_streams_with_an_error_and_is_replaced(client: httpx.Client, front_end: Any) -> None:
+def test_a_frozen_scheduler_stops_readiness_and_a_dead_one_is_replaced(client: httpx.Client, front_end: Any) -> None:
     """Last in this file: it costs a restart of the engine."""
-    import os
-    import signal
-
     context = client.get("/health/ready").json()["context_length"]
     body = {"messages": HI, "stream": True, "max_tokens": context // 2, "ignore_eos": True}
     answers: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: answers.append(client.post(CHAT, json=body)))
-    thread.start()
-    seconds_until(lambda: engine_running(client) == 1, 20)
-    os.kill(front_end.engine_pid(), signal.SIGKILL)
-    with httpx.Client(base_url=front_end.url, timeout=10) as other:
-        assert seconds_until(lambda: other.get("/health/ready").status_code == 503, 5) < 5
-        thread.join(20)
-        last = answers[0].text.strip().rsplit("\n\n", 1)[-1]
-        if answers[0].status_code == 200:
+    threads = [threading.Thread(target=lambda: answers.append(client.post(CHAT, json=body))) for _ in range(3)]
+    with httpx.Client(base_url=front_end.url, timeout=10) as probe:
+        for thread in threads:
+            thread.start()
+        seconds_until(lambda: engine_running(client) == 3, 20)
+        scheduler = front_end.scheduler_pid()
+        os.kill(scheduler, signal.SIGSTOP)
+        try:
+            # Every probe is answered at once, however long the scheduler has been silent.
+            assert seconds_until(lambda: probe.get("/health/ready").status_code == 503, 15) < 15
+            assert probe.get("/health/live").elapsed.total_seconds() < 5
+            assert "sign of life" in probe.get("/health/ready").json()["error"]["message"]
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+        seconds_until(lambda: probe.get("/health/ready").status_code == 200, 20)
+
+        os.kill(scheduler, signal.SIGKILL)
+        assert seconds_until(lambda: probe.get("/health/ready").status_code == 503, 10) < 10
+        for thread in threads:
+            thread.join(30)
+        assert len(answers) == 3
+        for answer in answers:
+            last = answer.text.strip().rsplit("\n\n", 1)[-1]
             assert "error" in json.loads(last.removeprefix("data: "))
-        else:
-            assert "error" in answers[0].json()
-        assert '"abort"' not in answers[0].text
-        assert "[DONE]" not in answers[0].text
-        seconds_until(lambda: other.get("/health/ready").status_code == 200, 240)
+            assert '"abort"' not in answer.text
+            assert "[DONE]" not in answer.text
+        seconds_until(lambda: probe.get("/health/ready").status_code == 200, 240)
     assert_serves(client)
