@@ -130,7 +130,6 @@ async def sample_arm(
     """
 
     slots = asyncio.Semaphore(concurrency)
-    checks = GatheredChecks(graders)
 
     async def one(job: Job) -> SampleRecord:
         body = {**job.body, "model": arm.model}
@@ -146,7 +145,7 @@ async def sample_arm(
         on_sample(record)
         return record
 
-    async with asyncio.TaskGroup() as group:
+    async with GatheredChecks(graders) as checks, asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(job)) for job in wanted]
     return [task.result() for task in tasks]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import TracebackType
+from typing import Self
 
 from eval_gate.checkers.outcome import CheckerError, Grade
 from eval_gate.checkers.pool import BATCH, GraderPool
@@ -13,7 +15,10 @@ _WAIT_S = 0.02
 
 
 class GatheredChecks:
-    """Grades answers in the pool, as many at once as came within a few milliseconds."""
+    """Grades answers in the pool, as many at once as came within a few milliseconds; an async context manager.
+
+    At its end, checks that nobody waits for any more are dropped.
+    """
 
     def __init__(self, graders: GraderPool) -> None:
         self._graders = graders
@@ -21,6 +26,18 @@ class GatheredChecks:
         self._places: list[asyncio.Future[Grade | CheckerError]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._under_way: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._under_way:
+            task.cancel()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
 
     async def grade(self, checker: Program, response: str) -> Grade | CheckerError:
         """The grade, or the fault of a checker that could not tell."""

@@ -56,6 +56,7 @@ class GraderPool:
         self._limits = limits or PoolLimits()
         self._idle: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
         self._workers = [_Worker(self._limits) for _ in range(self._limits.workers)]
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         for worker in self._workers:
@@ -65,6 +66,7 @@ class GraderPool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closed = True
         for worker in self._workers:
             await worker.stop()
 
@@ -94,8 +96,8 @@ class GraderPool:
             try:
                 return await worker.run(checks)
             except CheckerError as exc:
-                if len(checks) == 1:
-                    return [exc]
+                if len(checks) == 1 or self._closed:
+                    return [exc] * len(checks)
             # One of them did it; alone, each shows whether it was the one.
             results: list[Grade | CheckerError] = []
             for check in checks:
