@@ -4,8 +4,9 @@
 
 The stages `wheel` and `cpu` of deploy/docker/Dockerfile are followed in order: COPY copies into a directory that stands
 for the image's root, RUN runs with that stage's ENV and with absolute paths moved below that directory. Steps that make
-a user are named and left out, and the base image, USER, HEALTHCHECK and ENTRYPOINT are not exercised; only a real
-build shows those. --uv answers `pip` by uv, which has its own cache: the same packages, sooner.
+a user or install Debian's packages are named and left out; the base image, USER, HEALTHCHECK and ENTRYPOINT are not
+exercised. Only a real build shows those. --uv answers `pip install` by uv, which has its own cache: the same packages,
+sooner.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ import dockerfile
 ROOT = Path(__file__).parents[2]
 STAGES = ("wheel", "cpu")
 MOVED = ("/wheels", "/src", "/usr/local/bin/trace-serve")
-NOT_RUN = ("groupadd",)
+NOT_RUN = ("groupadd", "apt-get")
 PIP_BY_UV = """#!/bin/sh
-# `pip wheel` is build's work; `pip install` is uv's.
 case "$1" in
-  wheel) shift; exec uv build --quiet --wheel --out-dir "$(echo "$*" | sed 's/.*--wheel-dir \\([^ ]*\\).*/\\1/')" . ;;
-  *) for word; do shift; case "$word" in --no-cache-dir) ;; *) set -- "$@" "$word" ;; esac; done
-     exec uv pip "$@" ;;
+  wheel) exec python -m pip "$@" ;;
 esac
+for word; do
+  shift
+  case "$word" in --no-cache-dir) ;; *) set -- "$@" "$word" ;; esac
+done
+exec uv pip "$@"
 """
 
 

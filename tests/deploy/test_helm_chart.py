@@ -208,6 +208,26 @@ def test_replicas_are_left_to_the_autoscaler(rendered: dict[str, list[Object]]) 
     assert has == {"minimal": True, "gb200": False, "rollout": False, "multi-node": True}
 
 
+@pytest.mark.parametrize(("name", "kind"), [("gb200", "ScaledObject"), ("rollout", "HorizontalPodAutoscaler")])
+def test_a_rollout_is_scaled_where_it_has_taken_the_pods_over(name: str, kind: str) -> None:
+    target = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Rollout"}
+    objects = manifests.render(changed(name, replicas=0, autoscaling__scaleTarget=target))
+    assert only(objects, kind)["spec"]["scaleTargetRef"] == {**target, "name": "mine-trace-serve"}
+    assert only(objects, "Deployment")["spec"]["replicas"] == 0
+
+
+def test_the_front_end_may_call_the_engine_that_it_is_given(rendered: dict[str, list[Object]]) -> None:
+    objects = rendered["multi-node"]
+    url = environment(only(objects, "Deployment"))["TRACE_SERVE_ENGINE_URLS"]
+    engine = only(objects, "Service", "-multi-node-leader")
+    (port,) = engine["spec"]["ports"]
+    assert url == f"http://{engine['metadata']['name']}:{port['port']}"
+    rule = only(objects, "NetworkPolicy")["spec"]["egress"][0]
+    wanted = rule["to"][0]["podSelector"]["matchLabels"].items()
+    leader = only(objects, "LeaderWorkerSet", "-multi-node")["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+    assert wanted <= leader["metadata"]["labels"].items()
+
+
 @pytest.mark.parametrize("name", SETS)
 def test_every_selector_finds_the_pods_it_is_meant_for(rendered: dict[str, list[Object]], name: str) -> None:
     objects = rendered[name]

@@ -159,6 +159,15 @@ containers:
           secretKeyRef:
             name: {{ .Values.admin.secret }}
             key: {{ .Values.admin.key }}
+      {{- if not .Values.settings.registry }}
+      - name: TRACE_SERVE_REGISTRY
+        value: {{ .Values.policy.mountPath | quote }}
+      {{- end }}
+      {{- if not .Values.settings.state_dir }}
+      # The volume of policies is read-only, so the audit log is kept elsewhere.
+      - name: TRACE_SERVE_STATE_DIR
+        value: /home/trace/state
+      {{- end }}
       {{- end }}
       {{- range $name, $value := .Values.settings }}
       - name: TRACE_SERVE_{{ $name | upper }}
