@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format bench bench-kernels bench-engine bench-server bench-gpu bench-compare bench-gate docs architecture deploy-check lock-image doctor clean
+.PHONY: help install quickstart test lint audit format bench bench-kernels bench-engine bench-server bench-gpu bench-compare bench-gate docs architecture deploy-check lock-image doctor clean
 
 help:
 	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
@@ -37,6 +37,7 @@ help:
 	@echo 'make architecture  draw docs/architecture.svg from the imports of the code'
 	@echo 'make deploy-check  what takes minutes: the steps of the CPU image, CRDs against the models of their projects (needs npm)'
 	@echo 'make lock-image  resolve the packages of the CPU image anew'
+	@echo 'make audit       known vulnerabilities of every installed package (audit-allow.txt lists what does not apply)'
 	@echo 'make doctor      check the installation'
 	@echo 'make install     only the set-up'
 	@echo 'make clean       remove $(VENV) and caches; runs/ stays'
@@ -50,6 +51,12 @@ quickstart: install
 
 test: install
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# Without --strict, a package that the advisory service does not know would pass.
+audit: $(INSTALLED)
+	$(BIN)/uv pip freeze --quiet --python $(BIN)/python --exclude-editable >$(VENV)/audit.txt
+	$(BIN)/uv tool run pip-audit==2.9.0 --strict --no-deps --disable-pip --progress-spinner off --requirement $(VENV)/audit.txt \
+		$$(sed -nE 's/^([A-Z]+-[A-Za-z0-9-]+) .*/--ignore-vuln \1/p' audit-allow.txt)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

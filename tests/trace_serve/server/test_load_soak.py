@@ -18,7 +18,7 @@ import pytest
 from harness import Running
 
 CHAT = "/v1/chat/completions"
-SOAK_S = 12.0
+SOAK_S = 8.0
 KEY = "a-client-key"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 
