@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -23,6 +24,8 @@ import psutil
 LITELLM = "litellm[proxy]==1.108.7"
 SMG = "smg==1.13.0"
 START_TIMEOUT_S = 240.0
+CLIENT_KEY = "sk-" + secrets.token_hex(32)
+"""For the gateways that ask for one: LiteLLM does not start without."""
 
 SERVER_CORE, LOAD_CORE = (cores := sorted(os.sched_getaffinity(0)))[0], cores[-1]
 
@@ -146,10 +149,10 @@ def trace_serve(
         key_file = directory / "engine.key"
         key_file.write_text(key)
         command += ["--engine-key-file", str(key_file)]
-    with running(command, log, core=core) as process:
+    with running(command, log, core=core, environment={"TRACE_SERVE_API_KEY": CLIENT_KEY}) as process:
         url = f"http://127.0.0.1:{port}"
         wait_for(answers(url + "/health/ready"), process, log)
-        yield Target("trace-serve", url + "/v1/chat/completions", model, process=process)
+        yield Target("trace-serve", url + "/v1/chat/completions", model, CLIENT_KEY, process)
 
 
 @contextlib.contextmanager
@@ -160,10 +163,11 @@ def litellm(venv: Path, directory: Path, upstream: str, model: str) -> Iterator[
     config.write_text(json.dumps({"model_list": [{"model_name": model, "litellm_params": parameters}]}))
     command = [str(venv / "bin" / "litellm"), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--num_workers", "1", "--telemetry", "False"]
-    with running(command, log, core=SERVER_CORE, environment={"LITELLM_LOG": "ERROR", "NO_DOCS": "True"}) as process:
+    environment = {"LITELLM_LOG": "ERROR", "LITELLM_MASTER_KEY": CLIENT_KEY}
+    with running(command, log, core=SERVER_CORE, environment=environment) as process:
         url = f"http://127.0.0.1:{port}"
         wait_for(answers(url + "/health/readiness"), process, log)
-        yield Target("LiteLLM", url + "/v1/chat/completions", model, process=process)
+        yield Target("LiteLLM", url + "/v1/chat/completions", model, CLIENT_KEY, process)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,9 @@ BYTES_PER_TOKEN = 4
 TOKENS_PER_MESSAGE = 8
 """What a chat template adds to each message."""
 
+TEMPLATE_TOKENS = 256
+"""What a chat template may add once, such as a system message of its own."""
+
 
 def estimate_prompt(request: GenerationRequest) -> int:
     """Prompt tokens by the length of the text; exact for a prompt of token ids. Costs no tokenization."""
@@ -17,6 +20,16 @@ def estimate_prompt(request: GenerationRequest) -> int:
     if isinstance(request, ChatRequest):
         return sum(_tokens_of(message.content or "") + TOKENS_PER_MESSAGE for message in request.messages)
     return 1
+
+
+def surely_fits(request: GenerationRequest, context_length: int) -> bool:
+    """Whether prompt and completion fit even if every byte of the text is a token, so that nothing has to be counted.
+
+    Counting takes a thread and two switches, which a short prompt waits for longer than for anything else here. Should
+    a tokenizer or template make more of a text than is allowed for, the engine itself refuses the request.
+    """
+    longest_prompt = BYTES_PER_TOKEN * estimate_prompt(request) + TEMPLATE_TOKENS
+    return longest_prompt + (request.completion_limit or 1) <= context_length
 
 
 def token_cost(request: GenerationRequest, prompt_tokens: int, *, context_length: int, default_completion: int) -> int:

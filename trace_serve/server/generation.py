@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from trace_serve.server import weight_versions
 from trace_serve.server.bodies import parse_json, read_body
-from trace_serve.server.cost import estimate_prompt, token_cost
+from trace_serve.server.cost import estimate_prompt, surely_fits, token_cost
 from trace_serve.server.errors import ApiError, bad_request
 from trace_serve.server.flight import ClientGoneError, Flight, mint_request_id
 from trace_serve.server.front_end import FrontEnd
@@ -129,6 +129,8 @@ class GenerationRoute:
         self._front.metrics.queue_wait.observe(time.monotonic() - flight.started_at)
         service = self._front.choose(wanted.user or flight.rid, wanted.model)
         engine = await service.enter(flight)
+        if surely_fits(wanted, engine.limits.context_length):
+            return service
         tokens = await service.counter.count(wanted)
         if tokens is not None:
             check_context(wanted, tokens, engine.limits)

@@ -85,16 +85,17 @@ def inspect_frames(frames: bytes, *, parse_first: bool = False) -> Inspected:
     """
     if not parse_first and is_plain(frames):
         return Inspected(frames)
-    untouched = 0 if parse_first else _plain_bytes(frames)
-    relay = bytearray(frames[:untouched])
+    relay = bytearray()
     usage: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
-    for frame in _split(frames, untouched):
+    at = 0 if parse_first else _skip_plain(frames, 0, relay)
+    while at < len(frames):
+        frame = frames[at : _frame_end(frames, at)]
+        at += len(frame)
         data = frame_data(frame)
         if data is None or not (parse_first or not is_plain(data)):
             relay += frame
             continue
-        parse_first = False
         if data == DONE:
             relay += frame
             return Inspected(bytes(relay), usage=usage, metadata=metadata, done=True)
@@ -107,6 +108,9 @@ def inspect_frames(frames: bytes, *, parse_first: bool = False) -> Inspected:
         if isinstance(answer, dict) and isinstance(answer.get("metadata"), dict):
             metadata = answer["metadata"]
         relay += b"data: " + orjson.dumps(answer) + b"\n\n" if changed else frame
+        if parse_first:
+            parse_first = False
+            at = _skip_plain(frames, at, relay)
     return Inspected(bytes(relay), usage=usage, metadata=metadata)
 
 
@@ -152,26 +156,27 @@ def _last_border(data: bytes | bytearray, mark: bytes, start: int, stop: int | N
     return 0 if at < 0 else at + len(mark)
 
 
-def _stands(data: bytes, key: bytes, stop: int | None = None) -> bool:
-    """Whether a JSON key stands in `data[:stop]` with a value other than null."""
-    found = data.count(key, 0, stop)
-    return found > 0 and found != data.count(key + b":null", 0, stop) + data.count(key + b": null", 0, stop)
+def _stands(data: bytes, key: bytes, start: int = 0, stop: int | None = None) -> bool:
+    """Whether a JSON key stands in `data[start:stop]` with a value other than null."""
+    found = data.count(key, start, stop)
+    nulls = data.count(key + b":null", start, stop) + data.count(key + b": null", start, stop) if found else 0
+    return found != nulls
 
 
-def _plain_bytes(frames: bytes) -> int:
-    """Length of the leading frames in which a byte scan finds nothing; they need no splitting."""
-    first = min((at for mark in _MARKS if (at := frames.find(mark)) >= 0), default=len(frames))
+def _skip_plain(frames: bytes, start: int, relay: bytearray) -> int:
+    """Passes on the frames from `start` in which a byte scan finds nothing, unsplit; returns where they end."""
+    first = min((at for mark in _MARKS if (at := frames.find(mark, start)) >= 0), default=len(frames))
     for key in _KEYS:
-        if _stands(frames, key, first):
-            first = frames.find(key, 0, first)
-    return max(_last_border(frames, b"\n\n", 0, first), _last_border(frames, b"\r\n\r\n", 0, first))
+        if _stands(frames, key, start, first):
+            first = frames.find(key, start, first)
+    borders = (_last_border(frames, mark, start, first) for mark in (b"\n\n", b"\r\n\r\n"))
+    end = max(start, *borders)
+    relay += frames[start:end]
+    return end
 
 
-def _split(frames: bytes, start: int) -> list[bytes]:
-    out: list[bytes] = []
-    while start < len(frames):
-        ends = [at + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (at := frames.find(mark, start)) >= 0]
-        end = min(ends, default=len(frames))
-        out.append(frames[start:end])
-        start = end
-    return out
+def _frame_end(frames: bytes, start: int) -> int:
+    at = frames.find(b"\n\n", start)
+    end = len(frames) if at < 0 else at + 2
+    at = frames.find(b"\r\n\r\n", start, end)
+    return end if at < 0 else at + 4

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from harness import ENGINE_FILE, Running
 
@@ -94,7 +95,14 @@ def silence_scheduler(running: Running) -> None:
     running.set_health(alive=False)
 
 
-@pytest.mark.parametrize("harm", [kill, freeze, silence_scheduler])
+def run_out_of_memory(running: Running) -> None:
+    """The kernel kills for lack of memory with SIGKILL; Python's own MemoryError ends the process with a traceback."""
+    body = {"messages": [{"role": "user", "content": "tokens=1 die_after=0"}]}
+    with contextlib.suppress(httpx.TransportError):
+        httpx.post(running.url + CHAT, json=body, timeout=20)
+
+
+@pytest.mark.parametrize("harm", [kill, freeze, silence_scheduler, run_out_of_memory])
 def test_a_lost_engine_is_noticed_its_requests_fail_and_it_is_replaced(
     watched: Running, harm: Callable[[Running], None]
 ) -> None:
@@ -112,6 +120,7 @@ def test_a_lost_engine_is_noticed_its_requests_fail_and_it_is_replaced(
     body = {"messages": [{"role": "user", "content": "tokens=1"}]}
     assert httpx.post(watched.url + CHAT, json=body).status_code == 200
     assert gauge(watched, "engine_restarts_total") == restarts + 1
+    assert not zombies(watched)
 
 
 def test_a_quarantined_engine_is_not_ready_and_not_restarted(watched: Running) -> None:
@@ -152,6 +161,17 @@ def test_an_engine_that_cannot_be_restarted_ends_the_server(tmp_path: Path) -> N
         assert running.process.poll() == 4
         failures = [line["failures"] for line in running.log() if line["event"] == "engine_failed"]
         assert failures == [1, 2, 3]
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_server(tmp_path: Path) -> None:
+    with Running(tmp_path, max_restarts=1) as running:
+        for _ in range(2):
+            old = running.engine()["pid"]
+            kill(running)
+            seconds_until(lambda old=old: running.process.poll() is not None or running.engine()["pid"] != old, 30)
+        seconds_until(lambda: running.process.poll() is not None, 30)
+        assert running.process.poll() == 4
+        assert not Path(f"/proc/{running.engine()['pid']}").exists()
 
 
 def test_an_engine_that_loaded_other_files_is_never_served(tmp_path: Path) -> None:
@@ -244,6 +264,11 @@ def test_a_client_that_reads_nothing_is_dropped(narrow: Running) -> None:
         assert answer.status_code == 200
         seconds_until(lambda: narrow.seen()["running"] == 0, 10)
     assert gauge(narrow, "in_flight_requests") == 0
+
+
+def zombies(running: Running) -> list[psutil.Process]:
+    children = psutil.Process(pid_of(running)).children(recursive=True)
+    return [child for child in children if child.status() == psutil.STATUS_ZOMBIE]
 
 
 def gauge(running: Running, name: str) -> float:
