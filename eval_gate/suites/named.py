@@ -9,7 +9,7 @@ from eval_gate import suites
 from eval_gate.importers.conversion import validated
 from eval_gate.importers.records import Imported, ImportOptions
 from eval_gate.queries import QuerySet, generated, load_queries, merge
-from trace_serve.errors import ConfigError
+from trace_serve.errors import ConfigError, QueryError
 
 REASONING_GYM = "reasoning-gym"
 _REASONING_MAX_TOKENS = 8192
@@ -37,7 +37,11 @@ def open_queries(spec: str) -> QuerySet:
         task, count, seed = _reasoning_gym(spec)
         options = ImportOptions(suite=f"{REASONING_GYM}:{task}", max_tokens=_REASONING_MAX_TOKENS)
         return _generated(reasoning_gym.generate(task, count, seed, options), spec, options)
-    return load_queries(Path(spec))
+    path = Path(spec)
+    if not path.exists():
+        known = ", ".join([*suites.NAMES, *sgl_eval.SHIPPED, f"{REASONING_GYM}:TASK:COUNT:SEED"])
+        raise QueryError(f"{spec}: no such file, and no suite of that name; suites are {known}", field="queries")
+    return load_queries(path)
 
 
 def open_all(specs: Iterable[str]) -> QuerySet:

@@ -215,7 +215,7 @@ def test_an_interrupted_run_leaves_no_verdict_and_is_resumed(arms: Arms, tmp_pat
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (("--queries", "no-such-suite"), "no-such-suite: not a regular file"),
+        (("--queries", "no-such-suite"), "no-such-suite: no such file, and no suite of that name; suites are support"),
         (("--margin", "0"), "--margin"),
         (("--margin", "five"), "--margin"),
         (("--rule", "vibes"), "--rule"),

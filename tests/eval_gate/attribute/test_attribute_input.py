@@ -23,7 +23,7 @@ Call = Callable[..., tuple[int, str, str]]
         (("--recipe", "bf16"), "--recipe: it quantizes nothing"),
         (("--recipe", "gb200"), "--recipe: its global scales are not powers of two"),
         (("--recipe", "no-such"), "'no-such': not a preset"),
-        (("--queries", "no-such"), "no-such: not a regular file"),
+        (("--queries", "no-such"), "no-such: no such file, and no suite of that name"),
         (("--margin", "2"), "--margin"),
         (("--kv-tokens", "0"), "--kv-tokens 0: expected 1 or more"),
         (("--model", "/nonexistent"), "--model /nonexistent: no config.json there"),
