@@ -18,6 +18,9 @@ import yaml
 from typer.main import get_command
 
 from eval_gate.commands.app import app as gate_app
+from trace_serve import cli as serve_cli
+from trace_serve.load.plan import make_plan
+from trace_serve.load.slo import load_slo
 
 ARGO = manifests.ROOT / "deploy/argo"
 FILES = [path for path in sorted(ARGO.glob("*.yaml")) if path.name != "kustomization.yaml"]
@@ -59,7 +62,7 @@ def test_the_kustomization_names_every_file() -> None:
     listed = yaml.safe_load((ARGO / "kustomization.yaml").read_text("utf-8"))
     (scripts,) = listed["configMapGenerator"]
     assert sorted(listed["resources"]) == [path.name for path in FILES]
-    assert sorted(scripts["files"]) == sorted(path.name for path in ARGO.iterdir() if path.suffix in {".sh", ".py"})
+    assert sorted(scripts["files"]) == sorted(path.name for path in ARGO.iterdir() if path.suffix != ".yaml")
     mounted = {node["configMap"]["name"] for each in OBJECTS for node in manifests.walk(each) if "configMap" in node}
     assert mounted == {scripts["name"]}
 
@@ -103,12 +106,33 @@ def test_the_two_analyses_can_run_as_one() -> None:
     assert len(dict(defaults)) == len(set(defaults))
 
 
-def test_the_gate_job_uses_options_that_exist() -> None:
-    (spec,) = [pod for name, pod in jobs() if name == "trace-serve-gate"]
-    program, command, *options = spec["containers"][0]["args"]
-    known = {option for parameter in get_command(gate_app).commands[command].params for option in parameter.opts}
-    assert program == "eval-gate"
-    assert {option.split("=")[0] for option in options} <= known
+@pytest.mark.parametrize(
+    ("template", "words", "known"),
+    [
+        ("trace-serve-gate", ["eval-gate", "run"], get_command(gate_app).commands["run"]),
+        ("trace-serve-load", ["trace-serve", "load"], serve_cli._load("load")),
+    ],
+)
+def test_a_job_uses_options_that_exist(template: str, words: list[str], known: Any) -> None:
+    (spec,) = [pod for name, pod in jobs() if name == template]
+    arguments = spec["containers"][0]["args"]
+    assert arguments[:2] == words
+    options = {option for parameter in known.params for option in parameter.opts}
+    assert {each.split("=")[0] for each in arguments if each.startswith("--")} <= options
+
+
+def test_the_load_test_is_planned_and_judged_as_the_files_say() -> None:
+    (spec,) = [pod for name, pod in jobs() if name == "trace-serve-load"]
+    defaults = {arg["name"]: arg.get("value", "x") for arg in TEMPLATES["trace-serve-load"]["args"]}
+    options = [each.removeprefix("--").split("=", 1) for each in spec["containers"][0]["args"] if "=" in each]
+    given = {name: re.sub(r"\{\{args\.([\w-]+)\}\}", lambda m: defaults[m[1]], value) for name, value in options}
+    slo = Path(given.pop("slo"))
+    given.pop("out")
+    plan = make_plan({**given, "slo": ARGO / slo.name})
+    assert plan.is_open
+    assert plan.rate is not None
+    # Enough arrivals to be judged, even when some are late.
+    assert plan.rate * plan.duration > 2 * load_slo(plan.slo).run.min_requests
 
 
 def test_jobs_are_confined_and_are_tried_once() -> None:

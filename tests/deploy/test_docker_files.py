@@ -117,6 +117,12 @@ def test_what_the_build_copies_is_let_through_and_nothing_else() -> None:
     assert all((ROOT / source).exists() for source in copied)
 
 
+def test_the_wheel_is_made_of_everything_that_belongs_in_it() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["hatch"]["build"]["targets"]["wheel"]
+    copied = {source for step in PARSED.stages["wheel"].of("COPY") for source in step.arguments.split()[:-1]}
+    assert {*build["packages"], *build["force-include"], "pyproject.toml", "README.md", "LICENSE"} <= copied
+
+
 def extras(image: str) -> list[str]:
     """The extras of trace-serve that an image installs."""
     steps = "\n".join(step.arguments for step in PARSED.stages[image].of("RUN"))
