@@ -17,7 +17,7 @@ from pydantic import Field, StringConstraints
 
 from trace_serve.server.bodies import parse_json, read_body
 from trace_serve.server.engine_client import EngineView
-from trace_serve.server.errors import bad_request, engine_failed, engine_silent
+from trace_serve.server.errors import bad_request, engine_failed, engine_silent, unavailable
 from trace_serve.server.front_end import FrontEnd
 from trace_serve.server.model_names import check_model
 from trace_serve.server.schemas import parse_body
@@ -29,6 +29,8 @@ from trace_serve.server.sse import failure_of
 PATHS = ("/tokenize", "/v1/tokenize")
 CONCURRENT = 8
 """Requests that the engine tokenizes at once on behalf of this route; more wait their turn."""
+MAX_WAITING = 64
+"""Requests that may wait for that; they hold their bodies."""
 TIMEOUT_S = 60.0
 MAX_ANSWER_BYTES = 64 << 20
 MAX_BYTES_PER_TOKEN = 16
@@ -49,8 +51,10 @@ def tokenize_router(front: FrontEnd) -> APIRouter:
     """The route under both names that clients know."""
     router = APIRouter()
     turns = asyncio.Semaphore(CONCURRENT)
+    waiting = 0
 
     async def tokenize(request: Request) -> Response:
+        nonlocal waiting
         front.authenticate(request, "generate")
         raw = parse_json(await read_body(request, front.settings.max_body_bytes, front.settings.body_timeout_s))
         wanted = parse_body(TokenizeRequest, raw)
@@ -62,8 +66,14 @@ def tokenize_router(front: FrontEnd) -> APIRouter:
         payload = wanted.model_dump(exclude_none=True, exclude={"model", "tools"}) | {"model": engine.served_name}
         if wanted.tools is not None:
             payload["tools"] = raw["tools"]
-        async with turns:
-            answer = await _ask(front, engine, payload)
+        if waiting >= MAX_WAITING:
+            raise unavailable(f"{waiting} prompts wait to be tokenized", code="queue_full", retry_after_s=1.0)
+        waiting += 1
+        try:
+            async with turns:
+                answer = await _ask(front, engine, payload)
+        finally:
+            waiting -= 1
         answer["max_model_len"] = engine.limits.context_length
         return Response(orjson.dumps(answer), media_type="application/json", headers=dict(service.headers()))
 

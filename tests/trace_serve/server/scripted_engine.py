@@ -67,6 +67,7 @@ class Upstream:
         self.update_delay = 0.0
         self.quarantined_by_update = False
         self.weight_version = "default"
+        self.tokenizer_held = False
         self.metrics = METRICS
         self.metrics_times = 1
         self.metrics_delay = 0.0
@@ -136,6 +137,7 @@ class Upstream:
         self.quarantined_by_update = wanted.get("quarantined_by_update", self.quarantined_by_update)
         self.heartbeat_delay = wanted.get("heartbeat_delay", self.heartbeat_delay)
         self.weight_version = wanted.get("weight_version", self.weight_version)
+        self.tokenizer_held = wanted.get("tokenizer_held", self.tokenizer_held)
         self.metrics = wanted.get("metrics", self.metrics)
         self.metrics_times = wanted.get("metrics_times", self.metrics_times)
         self.metrics_delay = wanted.get("metrics_delay", self.metrics_delay)
@@ -183,7 +185,10 @@ class Upstream:
     async def tokenize(self, request: web.Request) -> web.Response:
         payload = await request.json()
         self.seen = [*self.seen, payload][-50:]
-        tokens = shapes.token_ids(shapes.prompt_text(payload))
+        text = shapes.prompt_text(payload)
+        while self.tokenizer_held:
+            await asyncio.sleep(0.02)
+        tokens = shapes.token_ids(text)
         return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": -1})
 
     async def whole(self, payload: dict[str, Any], script: Script) -> web.Response:

@@ -214,23 +214,3 @@ def test_the_engines_refusal_names_the_field_that_it_is_about(
     script = {"role": "user", "content": f"status={status} message={message}"}
     refused = client.post(CHAT, json={"messages": [script], **extra})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
-
-
-def test_tokens_of_a_prompt_are_told_as_the_engine_sees_them(shared: Running, client: httpx.Client) -> None:
-    answer = client.post("/tokenize", json={"model": "scripted", "messages": [HI]}).json()
-    assert bytes(answer["tokens"]).decode() == "<user>hi\n<assistant>"
-    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 512)
-    client.post("/v1/tokenize", json={"messages": [HI], "tools": [tool()]})
-    assert shared.seen()["seen"][-1]["tools"] == [tool()]
-    for bad, param in (
-        ({}, "prompt"),
-        ({"prompt": "a", "messages": [HI]}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": "x" * 20_000}, "prompt"),
-        ({"prompt": "x", "tools": [tool()]}, "tools"),
-        ({"messages": [HI, RESULT]}, "messages"),
-        ({"messages": [HI], "add_special_tokens": True}, "add_special_tokens"),
-    ):
-        refused = client.post("/tokenize", json=bad)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
-    assert client.post("/tokenize", json={"prompt": "x", "model": "gpt"}).status_code == 404
