@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Read when sglang is first imported, so it has to stand before any test does that.
@@ -23,6 +24,10 @@ from trace_serve.server.process import ServerProcess
 
 # A shell starts background jobs with SIGINT ignored, and every child inherits that; tests interrupt their children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("project", deadline=None)
+hypothesis.settings.load_profile("project")
 
 CHUNK = 64
 
