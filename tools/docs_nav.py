@@ -11,12 +11,22 @@ from typing import Any
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start": ("index", "faq"),
-    "Serve": ("serving", "models", "checkpoints", "hints", "refit", "operations", "security"),
+    "Serve": (
+        "serving",
+        "models",
+        "checkpoints",
+        "hints",
+        "refit",
+        "policies",
+        "remote-engines",
+        "operations",
+        "security",
+    ),
     "Gate": ("gate-queries", "gate-statistics", "verdict", "attribute", "gate-in-a-pipeline"),
     "Deploy": ("deployment", "load-tests", "upgrading-sglang"),
     "Inside": ("architecture", "kernels", "engine-speed", "server-speed", "sample-recipes", "benchmarks"),
 }
-WRITTEN_LATER = frozenset({"serving", "operations", "security", "load-tests", "server-speed", "benchmarks"})
+WRITTEN_LATER = frozenset({"policies", "serving", "operations", "security", "load-tests", "server-speed", "benchmarks"})
 
 
 def pages(directory: Path) -> list[dict[str, list[str]]]:
