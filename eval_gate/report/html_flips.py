@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from eval_gate.report.drift import token_place
-from eval_gate.report.text import first_token
+from eval_gate.report.text import clipped, first_token
 from eval_gate.verdict import FlippedQuery, Verdict
 
 SCRIPT = Path(__file__).with_name("filter.js").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def _flip(flip: FlippedQuery) -> str:
     return (
         f'<details {data}><summary><span class="{flip.direction}-tag">{flip.direction}</span> '
         f'<b>{escape(flip.id)}</b> <span class="soft">{escape(flip.suite)}, {escape(flip.kind)}; '
-        f"expected {escape(flip.expected)}</span></summary>"
+        f"expected {escape(clipped(flip.expected, 200))}</span></summary>"
         f"<pre>{escape(flip.prompt)}</pre>{parted}"
         f'<div class="side"><div><span class="soft">training</span>{_answer(flip.training_answer, flip)}</div>'
         f'<div><span class="soft">serving</span>{_answer(flip.serving_answer, flip)}</div></div></details>'
