@@ -9,8 +9,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 Floats = NDArray[np.float64]
-Statistic = Callable[[Floats], float]
+Statistic = Callable[[Floats], Floats]
+"""Reduces the last axis."""
 REPLICATES = 2000
+CHUNK = 4_000_000
+"""Values drawn at a time, which bounds memory."""
 LEVEL = 0.95
 
 
@@ -41,20 +44,16 @@ def ratio(name: str, blocks: Sequence[tuple[Floats, Floats]], statistic: Statist
     Args:
         blocks: a round each, values of arms A and B in the same order of arrivals.
     """
-    per_round = [statistic(b) / statistic(a) for a, b in blocks]
+    per_round = [float(statistic(b) / statistic(a)) for a, b in blocks]
     low = high = None
     if len(blocks) > 1:
         generator = np.random.default_rng(seed)
-        logs = np.empty(REPLICATES)
-        for replicate in range(REPLICATES):
-            total = 0.0
-            for block in generator.integers(len(blocks), size=len(blocks)):
-                a, b = blocks[block]
-                drawn = generator.integers(len(a), size=len(a))
-                total += float(np.log(statistic(b[drawn]) / statistic(a[drawn])))
-            logs[replicate] = total / len(blocks)
+        drawn = generator.integers(len(blocks), size=(REPLICATES, len(blocks)))
+        logs = np.empty(drawn.shape)
+        for number, (a, b) in enumerate(blocks):
+            logs[drawn == number] = _replicates(a, b, statistic, int((drawn == number).sum()), generator)
         tail = (1 - LEVEL) / 2
-        low, high = (float(np.exp(np.quantile(logs, share))) for share in (tail, 1 - tail))
+        low, high = (float(np.exp(np.quantile(logs.mean(axis=1), share))) for share in (tail, 1 - tail))
     return Ratio(
         name=name,
         a=float(np.mean([statistic(a) for a, _ in blocks])),
@@ -64,3 +63,13 @@ def ratio(name: str, blocks: Sequence[tuple[Floats, Floats]], statistic: Statist
         high=high,
         rounds=per_round,
     )
+
+
+def _replicates(a: Floats, b: Floats, statistic: Statistic, count: int, generator: np.random.Generator) -> Floats:
+    """`count` logarithms of the ratio over arrivals drawn with replacement. Shape [count]."""
+    parts = []
+    rows = max(CHUNK // len(a), 1)
+    for start in range(0, count, rows):
+        drawn = generator.integers(len(a), size=(min(rows, count - start), len(a)))
+        parts.append(np.log(statistic(b[drawn]) / statistic(a[drawn])))
+    return np.concatenate(parts) if parts else np.empty(0)

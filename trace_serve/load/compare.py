@@ -117,16 +117,16 @@ def _answered(path: Path) -> dict[int, Values]:
     return found
 
 
-def _mean(values: Floats) -> float:
-    return float(values.mean())
+def _mean(values: Floats) -> Floats:
+    return np.asarray(values.mean(axis=-1))
 
 
-def _median(values: Floats) -> float:
-    return float(np.median(values))
+def _median(values: Floats) -> Floats:
+    return np.asarray(np.median(values, axis=-1))
 
 
-def _p95(values: Floats) -> float:
-    return float(np.quantile(values, 0.95))
+def _p95(values: Floats) -> Floats:
+    return np.asarray(np.quantile(values, 0.95, axis=-1))
 
 
 STATISTICS: tuple[tuple[str, str, Statistic, float], ...] = (
