@@ -11,7 +11,8 @@ from eval_gate.attribute.result import Attribution
 from eval_gate.attribute.terminal import ANSWER_COLUMNS, ANSWER_NOTE, answer_cells, bf16_cells, megabytes
 from eval_gate.report import format as fmt
 from eval_gate.report.drift import token_place
-from eval_gate.report.text import clipped, first_token
+from eval_gate.report.html_flips import expected
+from eval_gate.report.text import first_token
 
 _STYLE = Path(__file__).parents[1] / "report" / "style.css"
 _CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -156,12 +157,13 @@ def _flips(found: Attribution) -> str:
             marked = f'<mark class="first">{_text(token)}</mark>' if token else ""
             rest = f"<mark>{_text(tail)}</mark>" if tail else ""
             sides.append(f'<div><span class="soft">{name}</span><pre>{_text(head)}{marked}{rest}</pre></div>')
+        short, whole = expected(flip)
         where = token_place(flip)
         parted = "" if where is None else f'<div class="soft place">{_text(where)}</div>'
         parts.append(
             f'<details><summary><span class="{flip.direction}-tag">{flip.direction}</span> <b>{_text(flip.id)}</b> '
-            f'<span class="soft">{_text(flip.kind)}; expected {_text(clipped(flip.expected, 200))}</span></summary>'
-            f'<pre>{_text(flip.prompt)}</pre>{parted}<div class="side">{"".join(sides)}</div></details>'
+            f'<span class="soft">{_text(flip.kind)}; expected {short}</span></summary>'
+            f'<pre>{_text(flip.prompt)}</pre>{whole}{parted}<div class="side">{"".join(sides)}</div></details>'
         )
     left = len(found.flipped) - len(shown)
     more = f'<div class="soft">and {left} more in attribution.json</div>' if left else ""

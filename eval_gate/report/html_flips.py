@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).with_name("filter.js").read_text(encoding="utf-8")
 """All the script of the page: it hides what a filter leaves out, and reads nothing but the page."""
 
 MAX_SHOWN = 2000
+MAX_EXPECTED = 200
 
 
 def flips_section(verdict: Verdict) -> str:
@@ -45,20 +46,28 @@ def flips_section(verdict: Verdict) -> str:
     )
 
 
+def expected(flip: FlippedQuery) -> tuple[str, str]:
+    """What was expected, as HTML short enough for a summary, and where that is cut the whole of it."""
+    short = clipped(flip.expected, MAX_EXPECTED)
+    whole = "" if short == flip.expected else f'<span class="soft">expected</span><pre>{escape(flip.expected)}</pre>'
+    return escape(short), whole
+
+
 def _select(name: str, everything: str, values: Sequence[str]) -> str:
     options = "".join(f'<option value="{escape(value)}">{escape(value)}</option>' for value in values)
     return f'<select name="{name}" aria-label="{name}"><option value="">{everything}</option>{options}</select>'
 
 
 def _flip(flip: FlippedQuery) -> str:
+    short, whole = expected(flip)
     where = token_place(flip)
     parted = "" if where is None else f'<div class="soft place">{escape(where)}</div>'
     data = f'data-direction="{flip.direction}" data-suite="{escape(flip.suite)}" data-kind="{escape(flip.kind)}"'
     return (
         f'<details {data}><summary><span class="{flip.direction}-tag">{flip.direction}</span> '
         f'<b>{escape(flip.id)}</b> <span class="soft">{escape(flip.suite)}, {escape(flip.kind)}; '
-        f"expected {escape(clipped(flip.expected, 200))}</span></summary>"
-        f"<pre>{escape(flip.prompt)}</pre>{parted}"
+        f"expected {short}</span></summary>"
+        f"<pre>{escape(flip.prompt)}</pre>{whole}{parted}"
         f'<div class="side"><div><span class="soft">training</span>{_answer(flip.training_answer, flip)}</div>'
         f'<div><span class="soft">serving</span>{_answer(flip.serving_answer, flip)}</div></div></details>'
     )

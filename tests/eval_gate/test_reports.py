@@ -172,6 +172,16 @@ def test_thousands_of_flips_stay_readable_and_are_counted(make_verdict: Callable
     assert len(render_markdown(verdict)) < 100_000
 
 
+def test_a_long_expected_answer_is_short_in_its_summary_and_whole_below(make_verdict: Callable[..., Verdict]) -> None:
+    verdict = make_verdict(match=100, lost=20)
+    flip = verdict.flipped[0].model_copy(update={"expected": "e" * 1000 + "<b>"})
+    page = render_html(verdict.model_copy(update={"flipped": (flip,)}))
+    summary = page[page.index("<summary>") : page.index("</summary>")]
+    assert "e" * 199 + "…" in summary
+    assert "e" * 201 not in summary
+    assert f"<pre>{'e' * 1000}&lt;b&gt;</pre>" in page
+
+
 def test_of_many_kinds_short_reports_show_the_worst_and_the_page_all(make_verdict: Callable[..., Verdict]) -> None:
     verdict = make_verdict()
     kinds = {f"kind {i:03}": verdict.overall.model_copy(update={"gap": i / 1000}) for i in range(200)}
