@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trace_serve.errors import HintFormatError
+from trace_serve.hints import merge as merging
 from trace_serve.hints import wire
 from trace_serve.hints.inspect import summarize
 
@@ -72,3 +73,28 @@ def verify(
         listed = ", ".join(f"{count} of {name}" for name, count in missing.items() if count)
         raise HintFormatError(f"{file}: rows are missing: {listed} of {hints.rows}", field="present")
     Console().print(f"{file}: ok, {hints.rows} rows, missing {json.dumps(missing)}", soft_wrap=True)
+
+
+@app.command()
+def merge(
+    files: Annotated[list[Path], typer.Argument(help="Hint files; a trajectory is named after its file.")],
+    out: Annotated[Path, typer.Option(help="Directory to create.")],
+) -> None:
+    """Store hints of many requests with every shared prefix once."""
+    named = {path.name.removesuffix(".safetensors"): path for path in files}
+    if len(named) != len(files):
+        raise HintFormatError("files: two have the same name; a trajectory is named after its file", field="files")
+    done = merging.merge(named, out)
+    saved = 1 - done.bytes_after / done.bytes_before if done.bytes_before else 0.0
+    typer.echo(f"{out}: {done.trajectories} trajectories in {done.parts} parts, {saved:.1%} smaller")
+
+
+@app.command()
+def split(
+    directory: Annotated[Path, typer.Argument(help="Directory that `merge` wrote.")],
+    name: Annotated[str, typer.Argument(help="Trajectory.")],
+    out: Annotated[Path, typer.Option(help="Hint file to write.")],
+) -> None:
+    """Take one trajectory out of a merged directory, as the hint file that it was."""
+    merging.trajectory(directory, name, out)
+    typer.echo(f"{out}: ok")

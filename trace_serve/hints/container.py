@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -64,31 +66,64 @@ def _metadata_digest(metadata: Mapping[str, str]) -> str:
     return hashlib.sha256(canonical(rest).encode()).hexdigest()
 
 
-def encode(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file with a checksum of every tensor and of the metadata."""
-    # Wider types first, so that every tensor starts at a multiple of its item size.
-    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    payloads = [(name, array, np.ascontiguousarray(array).tobytes()) for name, array in ordered]
+@dataclass(frozen=True)
+class Placed:
+    """Where a tensor lies behind the header: `size` bytes from `begin` on."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def place(tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> list[Placed]:
+    """The tensors in the order of the file: wider types first, so that each starts at a multiple of its item size."""
+    placed: list[Placed] = []
+    begin = 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+        placed.append(Placed(name, dtype, shape, begin))
+        begin += placed[-1].size
+    return placed
+
+
+def header_bytes(placed: Sequence[Placed], checksums: Mapping[str, str], metadata: Mapping[str, str]) -> bytes:
+    """Everything before the first tensor.
+
+    Args:
+        placed: as `place` gives them.
+        checksums: hex SHA-256 of each tensor's bytes, by name.
+        metadata: without that of the tensors.
+    """
     entries = {
-        name: {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "sha256": hashlib.sha256(data).hexdigest()}
-        for name, array, data in payloads
+        each.name: {"dtype": _NAMES[each.dtype], "shape": list(each.shape), "sha256": checksums[each.name]}
+        for each in placed
     }
     full = {**metadata, _TENSORS: canonical(entries)}
     header: dict[str, Any] = {_METADATA: {**full, _DIGEST: _metadata_digest(full)}}
-    offset = 0
-    for name, array, data in payloads:
-        header[name] = {
-            "dtype": _NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + len(data)],
+    for each in placed:
+        header[each.name] = {
+            "dtype": _NAMES[each.dtype],
+            "shape": list(each.shape),
+            "data_offsets": [each.begin, each.begin + each.size],
         }
-        offset += len(data)
     text = canonical(header).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join((len(text).to_bytes(8, "little"), text, *(data for _, _, data in payloads)))
+    return len(text).to_bytes(8, "little") + text
 
 
-def decode(data: bytes) -> tuple[Arrays, dict[str, str]]:
+def encode(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file with a checksum of every tensor and of the metadata."""
+    placed = place({name: (array.dtype, array.shape) for name, array in arrays.items()})
+    payloads = [np.ascontiguousarray(arrays[each.name]).tobytes() for each in placed]
+    checksums = {each.name: hashlib.sha256(data).hexdigest() for each, data in zip(placed, payloads, strict=True)}
+    return b"".join((header_bytes(placed, checksums, metadata), *payloads))
+
+
+def decode(data: bytes | mmap.mmap) -> tuple[Arrays, dict[str, str]]:
     """The tensors (read-only views of `data`) and metadata of a file that `encode` or an equal writer made.
 
     Raises:

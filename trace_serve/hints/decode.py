@@ -37,15 +37,25 @@ def from_bytes(
         HintFormatError: unknown schema, other recipe, other tokens, wrong byte count, wrong checksum, trailing bytes,
             tensors that are missing, unknown or of the wrong shape.
     """
-    arrays, metadata = container.decode(data)
-    _check_schema(metadata)
+    return from_arrays(*container.decode(data), expect_recipe_id=expect_recipe_id, expect_token_ids=expect_token_ids)
+
+
+def from_arrays(
+    arrays: container.Arrays,
+    metadata: dict[str, str],
+    *,
+    expect_recipe_id: str | None = None,
+    expect_token_ids: Sequence[int] | NDArray[Any] | None = None,
+) -> HintFile:
+    """`from_bytes` of what `container.decode` gives; `arrays` is emptied."""
+    check_schema(metadata)
     if expect_recipe_id is not None and metadata["recipe_id"] != expect_recipe_id:
         raise HintFormatError(
             f"hint file recipe_id: got {metadata['recipe_id']}, expected {expect_recipe_id}; "
             f"use hints of a rollout under the same recipe",
             field="recipe_id",
         )
-    rows = _number(metadata, "rows")
+    rows = number(metadata, "rows")
     token_ids = _take(arrays, "token_ids")
     check_array("token_ids", token_ids, np.int32, (rows,))
     if token_ids_digest(token_ids) != metadata["token_ids_digest"]:
@@ -71,8 +81,8 @@ def from_bytes(
         sites=decoded,
         recipe_id=metadata["recipe_id"],
         model_digest=metadata["model_digest"],
-        weight_versions=_decode_versions(metadata["weight_versions"]),
-        first_token=_number(metadata, "first_token"),
+        weight_versions=decode_versions(metadata["weight_versions"]),
+        first_token=number(metadata, "first_token"),
         logprobs=logprobs,
         routed_experts=routed,
         routed_present=routed_present,
@@ -80,7 +90,8 @@ def from_bytes(
     )
 
 
-def _check_schema(metadata: dict[str, str]) -> None:
+def check_schema(metadata: dict[str, str]) -> None:
+    """Raises HintFormatError unless the metadata is that of version 1."""
     if metadata.get("format") != FORMAT or metadata.get("schema_version") != str(SCHEMA_VERSION):
         got = f"{metadata.get('format')!r} version {metadata.get('schema_version')!r}"
         raise HintFormatError(
@@ -95,7 +106,8 @@ def _check_schema(metadata: dict[str, str]) -> None:
         )
 
 
-def _number(metadata: dict[str, str], key: str) -> int:
+def number(metadata: dict[str, str], key: str) -> int:
+    """A whole number of the metadata."""
     value = container.parse(metadata[key], key)
     if type(value) is not int or not 0 <= value < 1 << 31:
         raise HintFormatError(f"hint file {key}: got {metadata[key]!r}, expected a whole number", field=key)
@@ -138,7 +150,7 @@ def _decode_site(name: str, entry: Any, arrays: container.Arrays, rows: int) -> 
         layers=layers,
         bits=bits,
         scales=scales,
-        present=_unpack_mask(_take(arrays, f"{name}.present"), rows, f"{name}.present"),
+        present=unpack_mask(_take(arrays, f"{name}.present"), rows, f"{name}.present"),
         global_log2=_take(arrays, f"{name}.global_log2") if kind == "log2" else None,
         scale_kind=scale,
         groups=groups,
@@ -153,17 +165,18 @@ def _decode_extras(
     if "logprobs" in arrays:
         logprobs = arrays.pop("logprobs")
         check_array("logprobs", logprobs, np.float32, (rows,))
-        mask = _unpack_mask(_take(arrays, "logprobs.present"), rows, "logprobs.present")
+        mask = unpack_mask(_take(arrays, "logprobs.present"), rows, "logprobs.present")
         if not np.array_equal(mask, ~np.isnan(logprobs)):
             raise HintFormatError("hint file logprobs: the mask does not match the values", field="logprobs")
     if "routed_experts" in arrays:
         routed = arrays.pop("routed_experts")
         mask_name = "routed_experts.present"
-        routed_present = _unpack_mask(_take(arrays, mask_name), rows, mask_name)
+        routed_present = unpack_mask(_take(arrays, mask_name), rows, mask_name)
     return logprobs, routed, routed_present
 
 
-def _decode_versions(text: str) -> tuple[tuple[int, int, str], ...]:
+def decode_versions(text: str) -> tuple[tuple[int, int, str], ...]:
+    """The spans of `weight_versions`."""
     spans = container.parse(text, "weight_versions")
     if not isinstance(spans, list) or not all(isinstance(span, list) and len(span) == 3 for span in spans):
         raise HintFormatError(
@@ -172,7 +185,8 @@ def _decode_versions(text: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((span[0], span[1], span[2]) for span in spans)
 
 
-def _unpack_mask(packed: NDArray[Any], rows: int, name: str) -> NDArray[np.bool_]:
+def unpack_mask(packed: NDArray[Any], rows: int, name: str) -> NDArray[np.bool_]:
+    """uint8 [ceil(rows/8)] to bool [rows]."""
     check_array(name, packed, np.uint8, ((rows + 7) // 8,))
     bits = np.unpackbits(packed, bitorder=BIT_ORDER)
     if bits[rows:].any():

@@ -23,6 +23,15 @@ def to_bytes(hints: HintFile, *, scale: str = "lsb") -> bytes:
     Raises:
         HintFormatError: an unknown `scale`, or one that the site does not have.
     """
+    return container.encode(tensors_of(hints, scale), metadata_of(hints, scale))
+
+
+def tensors_of(hints: HintFile, scale: str) -> container.Arrays:
+    """The tensors of the file by name; rows that are missing are overwritten.
+
+    Raises:
+        HintFormatError: as `to_bytes`.
+    """
     if scale not in SCALE_KINDS:
         raise HintFormatError(f"scale: got {scale!r}, expected one of {', '.join(SCALE_KINDS)}", field="scale")
     arrays: container.Arrays = {"token_ids": hints.token_ids}
@@ -30,10 +39,15 @@ def to_bytes(hints: HintFile, *, scale: str = "lsb") -> bytes:
         arrays |= _encode_site(site, scale)
     if hints.logprobs is not None:
         arrays["logprobs"] = hints.logprobs
-        arrays["logprobs.present"] = _pack_mask(~np.isnan(hints.logprobs))
+        arrays["logprobs.present"] = pack_mask(~np.isnan(hints.logprobs))
     if hints.routed_experts is not None:
         arrays |= _encode_routed(hints.routed_experts, hints.routed_present)
-    metadata = {
+    return arrays
+
+
+def metadata_of(hints: HintFile, scale: str) -> dict[str, str]:
+    """The metadata of the file, without that of its tensors."""
+    return {
         "format": FORMAT,
         "schema_version": str(SCHEMA_VERSION),
         "recipe_id": hints.recipe_id,
@@ -57,7 +71,6 @@ def to_bytes(hints: HintFile, *, scale: str = "lsb") -> bytes:
         "bit_order": BIT_ORDER,
         "token_ids_digest": token_ids_digest(hints.token_ids),
     }
-    return container.encode(arrays, metadata)
 
 
 def _encode_site(site: Site, scale: str) -> container.Arrays:
@@ -68,7 +81,7 @@ def _encode_site(site: Site, scale: str) -> container.Arrays:
     missing = ~site.present
     arrays: container.Arrays = {
         f"{site.name}.bits": _poisoned(site.bits, missing, 0xFFFF),
-        f"{site.name}.present": _pack_mask(site.present),
+        f"{site.name}.present": pack_mask(site.present),
     }
     if scale == "byte" and site.scales is not None:
         arrays[f"{site.name}.scale"] = _poisoned(site.scales, missing, POISON)
@@ -91,7 +104,8 @@ def _poisoned(array: NDArray[Any], missing: NDArray[np.bool_], value: float) -> 
     return out
 
 
-def _pack_mask(mask: NDArray[np.bool_]) -> NDArray[np.uint8]:
+def pack_mask(mask: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """bool [T] to uint8 [ceil(T/8)], row t in bit t mod 8 of byte t div 8."""
     return np.packbits(mask, bitorder=BIT_ORDER)
 
 
@@ -107,4 +121,4 @@ def _encode_routed(routed: NDArray[Any], routed_present: NDArray[np.bool_] | Non
     dtype: Any = np.uint8 if small else np.uint16
     filled = np.full(routed.shape, np.iinfo(dtype).max, dtype=dtype)
     filled[present] = known
-    return {"routed_experts": filled, "routed_experts.present": _pack_mask(present)}
+    return {"routed_experts": filled, "routed_experts.present": pack_mask(present)}

@@ -10,6 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from trace_serve.errors import HintFormatError
+from trace_serve.hints.compression import MAX_BYTES, compress, decompress, is_compressed
 from trace_serve.hints.decode import from_bytes
 from trace_serve.hints.encode import to_bytes
 from trace_serve.hints.rows import HintFile, Site, require_nonzero
@@ -52,8 +53,13 @@ def write_bytes(path: Path | str, payload: bytes) -> None:
 
 
 def write(path: Path | str, hints: HintFile, *, scale: str = "lsb") -> None:
-    """`to_bytes` into a file, atomically."""
-    write_bytes(path, to_bytes(hints, scale=scale))
+    """`to_bytes` into a file, atomically; compressed where the name ends in `.zst`.
+
+    Raises:
+        ConfigError: the name ends in `.zst` and zstandard is not installed.
+    """
+    data = to_bytes(hints, scale=scale)
+    write_bytes(path, compress(data) if is_compressed(path) else data)
 
 
 def read(
@@ -61,14 +67,23 @@ def read(
     *,
     expect_recipe_id: str | None = None,
     expect_token_ids: Sequence[int] | NDArray[Any] | None = None,
+    max_bytes: int = MAX_BYTES,
 ) -> HintFile:
-    """`from_bytes` of a file.
+    """`from_bytes` of a file, decompressed first where the name ends in `.zst`.
+
+    Args:
+        path: the file.
+        expect_recipe_id, expect_token_ids: as in `from_bytes`.
+        max_bytes: size above which a compressed file is refused.
 
     Raises:
         HintFormatError: the file cannot be read, or as `from_bytes`.
+        ConfigError: the name ends in `.zst` and zstandard is not installed.
     """
     try:
         data = Path(path).read_bytes()
     except OSError as exc:
         raise HintFormatError(f"{path}: cannot be read ({exc.strerror})", field=str(path)) from exc
+    if is_compressed(path):
+        data = decompress(data, max_bytes=max_bytes)
     return from_bytes(data, expect_recipe_id=expect_recipe_id, expect_token_ids=expect_token_ids)

@@ -1,0 +1,59 @@
+"""Hint files compressed with Zstandard, for storage that many requests with long shared prompts fill.
+
+Lowest bits of codes do not compress; what does is repetition, which `hints merge` finds better.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trace_serve.errors import ConfigError, HintFormatError
+
+SUFFIX = ".zst"
+MAX_BYTES = 64 << 30
+LEVEL = 3
+
+
+def is_compressed(path: Path | str) -> bool:
+    return Path(path).suffix == SUFFIX
+
+
+def compress(data: bytes) -> bytes:
+    """One Zstandard frame with its checksum.
+
+    Raises:
+        ConfigError: zstandard is not installed.
+    """
+    packed: bytes = _zstandard().ZstdCompressor(level=LEVEL, write_checksum=True).compress(data)
+    return packed
+
+
+def decompress(data: bytes, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """The contents of one frame.
+
+    Raises:
+        HintFormatError: damaged, or larger than `max_bytes` says it may be.
+        ConfigError: zstandard is not installed.
+    """
+    zstandard = _zstandard()
+    try:
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= max_bytes:
+            raise HintFormatError(
+                f"hint file: a compressed file of {size} bytes, more than {max_bytes} or unknown", field="zst"
+            )
+        content: bytes = zstandard.ZstdDecompressor().decompress(data, max_output_size=max_bytes)
+    except zstandard.ZstdError as exc:
+        raise HintFormatError(f"hint file: cannot be decompressed ({exc}); the file is damaged", field="zst") from exc
+    return content
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as exc:
+        raise ConfigError(
+            "zstandard: not installed, expected it for .zst files; run `pip install 'trace-serve[zstd]'`", field="zst"
+        ) from exc
+    return zstandard
