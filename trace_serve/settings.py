@@ -33,6 +33,9 @@ class Settings(BaseSettings):
     cors_origins: str = Field(
         "", description="web origins that may call the server, separated by commas; none by default"
     )
+    allowed_hosts: str = Field(
+        "", description="further Host headers that a server on loopback without keys answers to, separated by commas"
+    )
     tls_cert: Path | None = Field(None, description="PEM certificate chain; with tls_key the port speaks TLS only")
     tls_key: Path | None = Field(None, description="PEM private key, readable by its owner only")
     tls_client_ca: Path | None = Field(
@@ -99,6 +102,7 @@ class Settings(BaseSettings):
     request_log_queue: int = Field(4096, ge=1, le=1 << 20, description="records that may wait to be written")
 
     max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="larger request bodies are refused with 413")
+    head_timeout_s: float = Field(10.0, gt=0, le=3600, description="time a client has to send its headers")
     body_timeout_s: float = Field(30.0, gt=0, le=3600, description="time a client has to send its request body")
     client_stall_s: float = Field(60.0, gt=0, le=3600, description="a client that reads nothing this long is dropped")
     upstream_idle_s: float = Field(600.0, gt=0, le=86400, description="longest silence of the engine within a request")

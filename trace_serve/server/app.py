@@ -17,6 +17,7 @@ from trace_serve.server.cors import allow_origins, parse_origins
 from trace_serve.server.errors import ApiError, not_found
 from trace_serve.server.front_end import FrontEnd
 from trace_serve.server.generation import GenerationRoute
+from trace_serve.server.hosts import check_hosts
 from trace_serve.server.hot_routes import HotRoutes
 from trace_serve.server.models_routes import models_router
 from trace_serve.server.rollouts_routes import rollout_router
@@ -60,6 +61,7 @@ def create_app(
     app.add_middleware(HotRoutes, routes={"/v1/chat/completions": chat, "/v1/completions": completions})
     app.add_middleware(RouteObserver, metrics=front.metrics)
     allow_origins(app, parse_origins(settings.cors_origins))
+    check_hosts(app, open_to_all=front.access.open, address=settings.host, listed=settings.allowed_hosts)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:

@@ -22,6 +22,7 @@ from trace_serve.server.front_end import FrontEnd
 from trace_serve.server.logging_engine import FollowedEngine
 from trace_serve.server.logging_setup import configure_logging, hide
 from trace_serve.server.policies.registry import Registry
+from trace_serve.server.protocol import bounded_protocol
 from trace_serve.server.remote import check_remote
 from trace_serve.server.service import EngineFactory
 from trace_serve.server.supervisor import EngineLike
@@ -141,7 +142,7 @@ def run_server(
         app,
         ssl_context_factory=tls.factory,
         loop="uvloop",
-        http="httptools",
+        http=bounded_protocol(settings.head_timeout_s),
         access_log=False,
         log_config=None,
         lifespan="on",

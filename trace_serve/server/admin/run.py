@@ -19,6 +19,7 @@ from trace_serve.server.policies.audit import AuditLog
 from trace_serve.server.policies.digests import DigestCache
 from trace_serve.server.policies.registry import Registry
 from trace_serve.server.policies.shadow import Shadow
+from trace_serve.server.protocol import bounded_protocol
 from trace_serve.server.service import Service
 from trace_serve.server.tls import RenewedTls
 from trace_serve.settings import Settings
@@ -108,7 +109,7 @@ class Admin:
             app,
             ssl_context_factory=self._tls.factory,
             loop="uvloop",
-            http="httptools",
+            http=bounded_protocol(settings.head_timeout_s),
             access_log=False,
             log_config=None,
             lifespan="off",
