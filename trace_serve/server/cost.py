@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trace_serve.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from trace_serve.server.schemas_messages import AssistantMessage, Message
 
 BYTES_PER_TOKEN = 4
 """UTF-8 bytes of a token: about that of English and of Chinese under today's vocabularies."""
@@ -18,7 +19,8 @@ def estimate_prompt(request: GenerationRequest) -> int:
     if isinstance(request, CompletionRequest):
         return len(request.prompt) if isinstance(request.prompt, list) else _tokens_of(request.prompt)
     if isinstance(request, ChatRequest):
-        return sum(_tokens_of(message.content or "") + TOKENS_PER_MESSAGE for message in request.messages)
+        tools = sum(_tokens_of(tool.model_dump_json()) for tool in request.tools or ())
+        return tools + sum(_tokens_of_message(message) for message in request.messages)
     return 1
 
 
@@ -44,6 +46,14 @@ def token_cost(request: GenerationRequest, prompt_tokens: int, *, context_length
     completion = request.completion_limit or default_completion
     room = max(1, context_length - prompt_tokens)
     return prompt_tokens + (request.n or 1) * min(completion, room)
+
+
+def _tokens_of_message(message: Message) -> int:
+    tokens = _tokens_of(message.content or "") + TOKENS_PER_MESSAGE
+    if isinstance(message, AssistantMessage):
+        tokens += sum(_tokens_of(call.model_dump_json()) for call in message.tool_calls or ())
+        tokens += _tokens_of(message.reasoning_content or "")
+    return tokens
 
 
 def _tokens_of(text: str) -> int:

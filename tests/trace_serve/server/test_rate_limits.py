@@ -149,6 +149,12 @@ def test_a_prompt_is_estimated_from_its_length_and_exact_for_token_ids() -> None
     assert estimate_prompt(chat("龜" * 100, "x" * 100)) == pytest.approx(100, abs=20)
 
 
+def test_tools_count_as_part_of_the_prompt() -> None:
+    function = {"name": "look_up", "description": "x" * 4000, "parameters": {"type": "object", "properties": {}}}
+    with_tools = chat("x", tools=[{"type": "function", "function": function}])
+    assert estimate_prompt(with_tools) - estimate_prompt(chat("x")) == pytest.approx(1000, abs=100)
+
+
 @pytest.mark.parametrize(
     ("fields", "cost"),
     [({"max_tokens": 50}, 60), ({"max_tokens": 50, "n": 3}, 160), ({}, 30), ({"max_completion_tokens": 90}, 100)],
