@@ -10,6 +10,7 @@ already. --check writes nothing and exits with 1 when the file is not what would
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -31,6 +32,9 @@ TOGETHER = {
 """Modules beside the packages, to their boxes; further ones of eval_gate are `run and verdict`."""
 
 BOX_W, BOX_H, GAP_X, GAP_Y, MARGIN = 138, 34, 22, 66, 24
+
+LAZY = re.compile(r"(trace_serve|eval_gate)(\.\w+)+:\w+")
+"""The text by which a command names what it loads when it is called."""
 
 Edges = dict[tuple[str, str], bool]
 """(importer, imported) -> whether an import happens when the module is loaded."""
@@ -62,7 +66,9 @@ def imports(tree: ast.Module, known: dict[str, Path]) -> Iterator[tuple[str, boo
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 continue
-            if isinstance(child, ast.Import):
+            if isinstance(child, ast.Constant) and isinstance(child.value, str) and LAZY.fullmatch(child.value):
+                yield child.value.partition(":")[0], False
+            elif isinstance(child, ast.Import):
                 yield from ((name.name, loading) for name in child.names)
             elif isinstance(child, ast.ImportFrom) and child.module is not None and child.level == 0:
                 for name in child.names:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -20,6 +24,9 @@ CHART = ROOT / "deploy/helm/trace-serve"
 CUSTOM = {path.stem: path for path in (Path(__file__).parent / "schemas").glob("*.yaml")}
 VERSIONS = ("1.31", "1.37")
 """Releases of Kubernetes that every object must fit: the oldest with every field here, and the newest with a schema."""
+
+HELM = importlib.util.find_spec("helm_python") is not None
+"""Whether the chart can be rendered: Helm's library has no wheel for arm64."""
 
 _DEFINITIONS = "urn:kubernetes"
 
@@ -39,19 +46,50 @@ def documents(text: str) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(text) if document is not None]
 
 
+class RenderRefusedError(Exception):
+    """Helm's words: the values break the schema, or a template fails."""
+
+
 def render(values: dict[str, Any], *, name: str = "mine", namespace: str = "prod") -> list[dict[str, Any]]:
     """The objects that the chart makes of these values.
 
     Raises:
-        helm_python.HelmError: the values break the schema, or a template fails.
+        RenderRefusedError: Helm does not render them.
     """
-    import helm_python
-
-    with helm_python.Chart.load(CHART) as chart:
-        rendered = chart.render(values, name=name, namespace=namespace)
+    rendered = _helm({"values": values, "name": name, "namespace": namespace})
     return [
         document for path, text in sorted(rendered.items()) if not path.endswith(".txt") for document in documents(text)
     ]
+
+
+def lint(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of `helm lint --strict`."""
+    return list(_helm({"values": values, "lint": True})["messages"])
+
+
+def _helm(request: dict[str, Any]) -> dict[str, Any]:
+    process = _helm_process()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps({"chart": str(CHART), **request}) + "\n")
+    process.stdin.flush()
+    answer = json.loads(process.stdout.readline())
+    if "error" in answer:
+        raise RenderRefusedError(answer["error"])
+    return dict(answer["result"])
+
+
+@functools.cache
+def _helm_process() -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(__file__).with_name("helm_process.py"))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def end() -> None:
+        with process:
+            process.kill()
+
+    atexit.register(end)
+    return process
 
 
 def _schemas(version: str) -> Any:
