@@ -135,8 +135,9 @@ def _reason(answer: Any) -> str:
         return str(getattr(answer, "error", None) or "no connection")
     text = answer.text or ""
     try:
-        return str(json.loads(text)["error"]["message"])[:200]
-    except (ValueError, KeyError, TypeError):
+        body = json.loads(text)
+        return str(body.get("error", body)["message"])[:200]  # SGLang alone gives the inner object
+    except (ValueError, KeyError, TypeError, AttributeError):
         return str(text)[:200]
 
 

@@ -48,6 +48,7 @@ def _init(environment: Environment, runner: Any, **_: Any) -> None:
         sys.exit(exc.exit_code)
     session.spawn_rate = options.spawn_rate
     options.run_time = None  # the plan has it
+    environment.host = (environment.host or "").rstrip("/") or None
     environment.trace_load = session
     _sessions[:] = [session]
     if isinstance(runner, WorkerRunner):
