@@ -130,17 +130,20 @@ async def sample_arm(
     """
 
     slots = asyncio.Semaphore(concurrency)
+    to_come = len(wanted)
 
     async def one(job: Job) -> SampleRecord:
+        nonlocal to_come
         body = {**job.body, "model": arm.model}
         async with slots:
             spent = budget.exhausted()
             if spent is not None:
                 return _record(job, role, body, unanswered(Failure(kind=ErrorClass.BUDGET, message=spent)))
             exchange = await arm.complete(body)
+        to_come -= 1
         budget.spend(exchange.prompt_tokens, exchange.completion_tokens, job.query.max_tokens)
         answered = _record(job, role, body, exchange, prompts.get(job.query.id))
-        record = await _graded(job.query, answered, checks)
+        record = await _graded(job.query, answered, checks, last=to_come == 0)
         log.append(record)
         on_sample(record)
         return record
@@ -150,10 +153,10 @@ async def sample_arm(
     return [task.result() for task in tasks]
 
 
-async def _graded(query: Query, record: SampleRecord, checks: GatheredChecks) -> SampleRecord:
+async def _graded(query: Query, record: SampleRecord, checks: GatheredChecks, *, last: bool) -> SampleRecord:
     if record.text is None:
         return record
-    return with_grade(query, record, await checks.grade(program_of(query.checker), record.text))
+    return with_grade(query, record, await checks.grade(program_of(query.checker), record.text, last=last))
 
 
 def with_grade(query: Query, record: SampleRecord, result: Grade | CheckerError) -> SampleRecord:

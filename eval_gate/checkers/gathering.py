@@ -10,7 +10,7 @@ from eval_gate.checkers.outcome import CheckerError, Grade
 from eval_gate.checkers.pool import BATCH, GraderPool
 from eval_gate.checkers.specs import Program
 
-_WAIT_S = 0.02
+_WAIT_S = 0.05
 """An answer waits for others no longer than this; nothing else waits for its grade."""
 
 
@@ -39,13 +39,17 @@ class GatheredChecks:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
 
-    async def grade(self, checker: Program, response: str) -> Grade | CheckerError:
-        """The grade, or the fault of a checker that could not tell."""
+    async def grade(self, checker: Program, response: str, *, last: bool = False) -> Grade | CheckerError:
+        """The grade, or the fault of a checker that could not tell.
+
+        Args:
+            last: no other answer will come, so there is nothing to wait for.
+        """
         loop = asyncio.get_running_loop()
         place: asyncio.Future[Grade | CheckerError] = loop.create_future()
         self._checks.append((checker, response))
         self._places.append(place)
-        if len(self._checks) >= BATCH:
+        if last or len(self._checks) >= BATCH:
             self._hand_over()
         elif self._timer is None:
             self._timer = loop.call_later(_WAIT_S, self._hand_over)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from eval_gate.checkers import CheckerError, Grade, GraderPool, PoolLimits, Program
+from eval_gate.checkers import CheckerError, Grade, GraderPool, PoolLimits, Program, gathering
 from eval_gate.checkers.gathering import GatheredChecks
 
 PROGRAM: TypeAdapter[Program] = TypeAdapter(Program)
@@ -35,6 +35,16 @@ async def test_answers_that_come_together_are_handed_over_together_each_with_its
         grades = await asyncio.gather(*(checks.grade(EXACT, answer) for answer in answers))
     assert [grade.passed for grade in grades if isinstance(grade, Grade)] == [answer == "yes" for answer in answers]
     assert pool.sizes == [64, 36]
+
+
+async def test_the_last_answer_of_all_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "_WAIT_S", 3600.0)
+    async with Counting() as pool, GatheredChecks(pool) as checks, asyncio.TaskGroup() as group:
+        first = group.create_task(checks.grade(EXACT, "yes"))
+        await asyncio.sleep(0)
+        await checks.grade(EXACT, "no", last=True)
+    assert first.result() == Grade(True, "yes")
+    assert pool.sizes == [2]
 
 
 async def test_a_check_that_hangs_costs_no_grade_of_its_batch() -> None:
