@@ -16,7 +16,7 @@ GAP_S, TOKENS = 0.1, 6
 
 
 def test_percentiles_are_those_of_the_server_to_two_percent(tmp_path: Path) -> None:
-    """The machine adds to both, and both note it: when the server really answered, how late a request was really sent."""
+    """What the machine adds is noted: when the server really answered, and how late a request was really sent."""
     queries = write_queries(
         tmp_path / "queries.jsonl", *(f"first={first} gap={GAP_S} tokens={TOKENS}" for first in FIRST_S)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from hdrh.histogram import HdrHistogram
 
@@ -36,9 +36,7 @@ class Latencies:
 
     def quantile(self, metric: str, percent: float) -> float:
         """Seconds that `percent` of the values do not exceed; NaN without values."""
-        if not self.count(metric):
-            return float("nan")
-        return float(self._of[metric].get_value_at_percentile(percent)) / 1e6
+        return self.curve(metric, [percent])[0]
 
     def mean(self, metric: str) -> float:
         return float(self._of[metric].get_mean_value()) / 1e6 if self.count(metric) else float("nan")
@@ -46,5 +44,9 @@ class Latencies:
     def maximum(self, metric: str) -> float:
         return float(self._of[metric].get_max_value()) / 1e6 if self.count(metric) else float("nan")
 
-    def curve(self, metric: str, percents: Iterable[float]) -> list[float]:
-        return [self.quantile(metric, percent) for percent in percents]
+    def curve(self, metric: str, percents: Sequence[float]) -> list[float]:
+        """As `quantile` for several, in one pass: each pass visits tens of thousands of buckets."""
+        if not self.count(metric):
+            return [float("nan")] * len(percents)
+        values = self._of[metric].get_percentile_to_value_dict(percents)
+        return [float(values[percent]) / 1e6 for percent in percents]

@@ -171,11 +171,12 @@ def conclude(
 
 def _latency(totals: Totals, metric: str) -> Latency:
     latencies = totals.latencies
+    quantiles = latencies.curve(metric, QUANTILES)
     return Latency(
         metric=metric,
         count=latencies.count(metric),
         mean=latencies.mean(metric) * 1000,
-        quantiles={f"{percent:g}": latencies.quantile(metric, percent) * 1000 for percent in QUANTILES},
+        quantiles={f"{percent:g}": seconds * 1000 for percent, seconds in zip(QUANTILES, quantiles, strict=True)},
         maximum=latencies.maximum(metric) * 1000,
     )
 
