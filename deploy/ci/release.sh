@@ -40,11 +40,10 @@ judge() {
   local options=()
   [ -z "${TRAINING_KEY_ENV:-}" ] || options+=("--training-key-env=$TRAINING_KEY_ENV")
   [ -z "${SERVING_KEY_ENV:-}" ] || options+=("--serving-key-env=$SERVING_KEY_ENV")
-  [ ! -e "$gate/results.jsonl" ] || options+=(--resume)
   # shellcheck disable=SC2206  # several options in one variable, as documented
   options+=(${GATE_OPTIONS:-})
   eval-gate run --training "${TRAINING:-$MODEL}" --serving "${SERVING:-$policy}" --queries "${QUERIES:-support}" \
-    --margin "${MARGIN:-0.05}" --key "$KEY" --out "$gate" ${options[@]+"${options[@]}"}
+    --margin "${MARGIN:-0.05}" --key "$KEY" --out "$gate" --resume ${options[@]+"${options[@]}"}
 }
 
 publish() {
