@@ -1,16 +1,16 @@
 """What an engine says about itself at scrape time: its own Prometheus metrics, its report and its load.
 
-The engine's metrics keep their names (`sglang:...`) and gain a `policy` label, so that public dashboards for SGLang
-work and two engines in one front-end stay apart. An engine that is dead, slow or writes nonsense costs its own samples
-only.
+The engine's metrics keep their names (`sglang:...`) and gain the labels `policy` and `engine`, so that dashboards made
+for SGLang work and several engines behind one front-end stay apart. An engine that is dead, slow or writes nonsense
+costs its own samples only.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -21,11 +21,25 @@ from prometheus_client.registry import Collector
 from trace_serve.server.engine_client import EngineClient, EngineView
 
 PREFIX = "sglang:"
-LABEL = "policy"
 SCRAPE_S = 1.0
 """Longest wait for an engine; Prometheus itself gives up after 10 s by default."""
 MAX_BYTES = 4 << 20
 """More than this from one engine is not parsed; SGLang 0.5.23 writes 70 KB."""
+
+
+class EngineName(NamedTuple):
+    """Labels of everything that an engine says.
+
+    Attributes:
+        policy: `name@version` of what it serves.
+        engine: `local` for the one that this server runs, else host and port.
+    """
+
+    policy: str
+    engine: str
+
+
+LABELS = EngineName._fields
 
 
 @dataclass(frozen=True)
@@ -33,29 +47,29 @@ class EngineSample:
     """One engine at one moment.
 
     Attributes:
-        policy: `name@version` of what it serves.
+        name: which one.
         text: its metrics in Prometheus text, or None when they could not be had.
         report: its `/trace/report`, or None.
-        load: requests that it runs and queues; NaN when it cannot be asked.
+        load: requests that it runs and queues, or None.
     """
 
-    policy: str
+    name: EngineName
     text: str | None = None
     report: dict[str, Any] | None = None
-    load: tuple[float, float] = (float("nan"), float("nan"))
+    load: tuple[float, float] | None = None
 
 
-async def sample(client: EngineClient, policy: str, engine: EngineView | None, *, metrics: bool) -> EngineSample:
+async def sample(client: EngineClient, name: EngineName, engine: EngineView | None, *, metrics: bool) -> EngineSample:
     """Asks an engine everything at once; never raises, never takes longer than `SCRAPE_S`.
 
     Args:
         client: HTTP to engines.
-        policy: label of the samples.
+        name: labels of the samples.
         engine: None while there is none.
         metrics: whether the engine was started with metrics.
     """
     if engine is None:
-        return EngineSample(policy)
+        return EngineSample(name)
 
     async def json(path: str) -> dict[str, Any] | None:
         try:
@@ -77,10 +91,10 @@ async def sample(client: EngineClient, policy: str, engine: EngineView | None, *
     written, report, loads = await asyncio.gather(
         text() if metrics else nothing(), json("/trace/report"), json("/v1/loads?include=core")
     )
-    return EngineSample(policy, written, report, _load(loads))
+    return EngineSample(name, written, report, _load(loads))
 
 
-def _load(answer: dict[str, Any] | None) -> tuple[float, float]:
+def _load(answer: dict[str, Any] | None) -> tuple[float, float] | None:
     try:
         loads = answer["loads"] if answer else []
         if loads:
@@ -88,7 +102,7 @@ def _load(answer: dict[str, Any] | None) -> tuple[float, float]:
             return float(running), float(sum(each["num_waiting_reqs"] for each in loads))
     except (KeyError, TypeError, ValueError):
         pass
-    return float("nan"), float("nan")
+    return None
 
 
 class EngineCollector(Collector):
@@ -100,37 +114,37 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         passed, unreadable = merge(self.samples)
         up = GaugeMetricFamily(
-            "trace_serve_engine_metrics_up", "1 when the engine's own metrics could be had and read", labels=[LABEL]
+            "trace_serve_engine_metrics_up", "1 when the engine's own metrics could be had and read", labels=LABELS
         )
         for each in self.samples:
-            up.add_metric([each.policy], float(each.text is not None and each.policy not in unreadable))
+            up.add_metric(each.name, float(each.text is not None and each.name not in unreadable))
         yield up
         yield from _from_reports(self.samples)
         yield from passed
 
 
-def merge(samples: Iterable[EngineSample]) -> tuple[list[Metric], set[str]]:
-    """Families of all engines with a `policy` label on every sample, and the policies whose text is not valid.
+def merge(samples: Iterable[EngineSample]) -> tuple[list[Metric], set[EngineName]]:
+    """Families of all engines with the labels of their engine on every sample, and the engines whose text is not valid.
 
     Names outside SGLang's prefix are left out, so that an engine can never write into the front-end's own.
     """
     families: dict[str, Metric] = {}
-    unreadable: set[str] = set()
+    unreadable: set[EngineName] = set()
     for each in samples:
         if each.text is None:
             continue
         try:
             parsed = [one for one in text_string_to_metric_families(each.text) if one.name.startswith(PREFIX)]
         except (ValueError, IndexError, KeyError):
-            unreadable.add(each.policy)
+            unreadable.add(each.name)
             continue
         for one in parsed:
             family = families.setdefault(one.name, Metric(one.name, one.documentation or one.name, one.type))
             if family.type != one.type:
-                unreadable.add(each.policy)
+                unreadable.add(each.name)
                 continue
             for point in one.samples:
-                family.add_sample(point.name, {**point.labels, LABEL: each.policy}, point.value)
+                family.add_sample(point.name, {**point.labels, **each.name._asdict()}, point.value)
     return list(families.values()), unreadable
 
 
@@ -142,54 +156,54 @@ def _from_reports(samples: Iterable[EngineSample]) -> Iterator[Metric]:
     hints = CounterMetricFamily(
         "trace_serve_hint_files",
         "Hint files by what became of them; starts anew with the engine",
-        labels=[LABEL, "result"],
+        labels=[*LABELS, "result"],
     )
     written = CounterMetricFamily(
         "trace_serve_hint_written_bytes",
         "Bytes of hints that were written; starts anew with the engine",
-        labels=[LABEL],
+        labels=LABELS,
     )
     pending = GaugeMetricFamily(
-        "trace_serve_hints_pending", "Hints that wait to be written or are being written", labels=[LABEL]
+        "trace_serve_hints_pending", "Hints that wait to be written or are being written", labels=LABELS
     )
     incidents = CounterMetricFamily(
         "trace_serve_engine_incidents",
         "Numeric incidents in the engine (values saturated, blocks underflowed, ...); starts anew with the engine",
-        labels=[LABEL, "kind"],
+        labels=[*LABELS, "kind"],
     )
     version = GaugeMetricFamily(
-        "trace_serve_weight_version", "Weight updates that the serving weights have behind them", labels=[LABEL]
+        "trace_serve_weight_version", "Weight updates that the serving weights have behind them", labels=LABELS
     )
     open_session = GaugeMetricFamily(
-        "trace_serve_weight_update_open", "1 while a weight update is open and nothing is generated", labels=[LABEL]
+        "trace_serve_weight_update_open", "1 while a weight update is open and nothing is generated", labels=LABELS
     )
     quarantined = GaugeMetricFamily(
         "trace_serve_engine_quarantined",
         "1 while the engine holds half an update and refuses to generate",
-        labels=[LABEL],
+        labels=LABELS,
     )
     mixed = CounterMetricFamily(
         "trace_serve_mixed_weight_requests",
         "Requests that weights of several versions computed; starts anew with the engine",
-        labels=[LABEL],
+        labels=LABELS,
     )
     families: tuple[Metric, ...] = (hints, written, pending, incidents, version, open_session, quarantined, mixed)
     for each in samples:
         report = each.report or {}
         files = _object(report, "hint_files")
         for name in _HINTS:
-            _add(hints, [each.policy, name], files.get(name))
-        _add(written, [each.policy], files.get("bytes"))
-        _add(pending, [each.policy], files.get("pending"))
+            _add(hints, [*each.name, name], files.get(name))
+        _add(written, each.name, files.get("bytes"))
+        _add(pending, each.name, files.get("pending"))
         counted = _object(report, "incidents")
         for name in _INCIDENTS:
-            _add(incidents, [each.policy, name], counted.get(name))
+            _add(incidents, [*each.name, name], counted.get(name))
         weights = _object(report, "weights")
-        _add(version, [each.policy], weights.get("version"))
-        _add(mixed, [each.policy], weights.get("mixed_requests"))
+        _add(version, each.name, weights.get("version"))
+        _add(mixed, each.name, weights.get("mixed_requests"))
         if weights:
-            _add(open_session, [each.policy], weights.get("session_open") is True)
-            _add(quarantined, [each.policy], weights.get("quarantined") is not None)
+            _add(open_session, each.name, weights.get("session_open") is True)
+            _add(quarantined, each.name, weights.get("quarantined") is not None)
     yield from families
 
 
@@ -198,6 +212,6 @@ def _object(report: dict[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _add(family: CounterMetricFamily | GaugeMetricFamily, labels: list[str], value: object) -> None:
+def _add(family: CounterMetricFamily | GaugeMetricFamily, labels: Sequence[str], value: object) -> None:
     if isinstance(value, int | float):
         family.add_metric(labels, float(value))

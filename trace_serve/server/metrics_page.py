@@ -11,7 +11,10 @@ from weakref import WeakKeyDictionary
 from prometheus_client import Counter
 
 from trace_serve.server.authorization import Authorization
-from trace_serve.server.engine_metrics import EngineCollector, sample
+from trace_serve.server.engine_client import EngineView
+from trace_serve.server.engine_metrics import EngineCollector, EngineName, sample
+from trace_serve.server.remote_pool import RemotePool
+from trace_serve.server.service import Service
 
 if TYPE_CHECKING:
     from trace_serve.server.front_end import FrontEnd
@@ -50,16 +53,17 @@ class MetricsPage:
         services = {service.authorization.label: service for service in front.services}
         samples = await asyncio.gather(
             *(
-                sample(front.client, label, service.supervisor.engine, metrics=self._engine_metrics)
+                sample(front.client, EngineName(label, name), engine, metrics=self._engine_metrics)
                 for label, service in services.items()
+                for name, engine in _engines(service).items()
             )
         )
         self._engines.samples = tuple(samples)
         active = front.services.active
         label = None if active is None else active.authorization.label
-        load = next((each.load for each in samples if each.policy == label), (float("nan"), float("nan")))
-        metrics.engine_running.set(load[0])
-        metrics.engine_waiting.set(load[1])
+        loads = [each.load for each in samples if each.name.policy == label and each.load is not None]
+        metrics.engine_running.set(sum(load[0] for load in loads) if loads else float("nan"))
+        metrics.engine_waiting.set(sum(load[1] for load in loads) if loads else float("nan"))
         metrics.in_flight.set(front.admission.in_flight)
         metrics.in_flight_limit.set(front.settings.max_in_flight)
         metrics.tokens.set(front.admission.tokens_in_flight)
@@ -80,11 +84,16 @@ class MetricsPage:
         metrics.verdict_expiry.clear()
         for each in authorizations:
             each.describe(metrics.policy)
-            expires = getattr(each, "verdict_expires", None)
-            if expires is not None:
-                metrics.verdict_expiry.labels(each.label).set(expires.timestamp())
+            if each.verdict_expires is not None:
+                metrics.verdict_expiry.labels(each.label).set(each.verdict_expires.timestamp())
 
     def _count_up(self, counter: Counter, owner: object, total: int) -> None:
         """Adds what `owner` has counted since the last scrape; a new owner starts at 0."""
         counter.inc(total - self._seen.get(owner, 0))
         self._seen[owner] = total
+
+
+def _engines(service: Service) -> dict[str, EngineView | None]:
+    """The engines of a policy by name; None where one is not in service."""
+    supervisor = service.supervisor
+    return supervisor.views if isinstance(supervisor, RemotePool) else {"local": supervisor.engine}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -56,6 +57,12 @@ class RemotePool:
     def engine(self) -> EngineView | None:
         """The engine with the fewest requests of this server, of those without doubt if there are any."""
         return self._least([remote for remote in self._remotes if remote.answers])
+
+    @property
+    def views(self) -> dict[str, EngineView | None]:
+        """Every engine by host and port; None while it is not in service."""
+        names = {urlsplit(remote.address.url).netloc: remote for remote in self._remotes}
+        return {name: remote.view if remote.answers else None for name, remote in names.items()}
 
     @property
     def doubt(self) -> str | None:

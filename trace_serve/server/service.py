@@ -184,20 +184,6 @@ class Service:
             raise unavailable("the engine does not answer", code="not_ready", retry_after_s=5.0) from exc
         return {**report, **self.authorization.summary()}
 
-    async def load(self) -> tuple[float, float]:
-        """Requests that the scheduler runs and queues, as it says; NaN when it cannot be asked."""
-        engine = self.supervisor.engine
-        if engine is not None:
-            try:
-                path = "/v1/loads?include=core"
-                answer = await self._client.get_json(engine.url, engine.api_key, path, timeout_s=1.0)
-                loads = answer["loads"]
-                running = sum(each["num_running_reqs"] for each in loads)
-                return float(running), float(sum(each["num_waiting_reqs"] for each in loads))
-            except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
-                pass
-        return float("nan"), float("nan")
-
     async def wait_ready(self, timeout_s: float) -> None:
         """Blocks until the engine serves.
 

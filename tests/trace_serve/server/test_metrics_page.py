@@ -13,8 +13,9 @@ import pytest
 import scripted_engine
 from exposition import families, faults, page, value
 from harness import Running
+from prometheus_client import CollectorRegistry, generate_latest
 
-from trace_serve.server.engine_metrics import MAX_BYTES
+from trace_serve.server.engine_metrics import MAX_BYTES, EngineCollector, EngineName, EngineSample, merge
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -68,10 +69,35 @@ def test_the_rules_find_bad_names() -> None:
 
 def test_engine_metrics_keep_their_names_and_say_which_policy(running: Running) -> None:
     text = page(running.url)
-    assert value(text, "sglang:num_running_reqs", policy=POLICY, model_name="scripted-model", tp_rank="0") == 3.0
+    labels = {"policy": POLICY, "engine": "local", "model_name": "scripted-model", "tp_rank": "0"}
+    assert value(text, "sglang:num_running_reqs", **labels) == 3.0
     assert value(text, "sglang:generation_tokens_total", policy=POLICY) == 17.0
     assert value(text, "trace_serve_engine_metrics_up", policy=POLICY) == 1.0
     assert families(text)["sglang:num_running_reqs"].documentation == "The number of running requests."
+
+
+def test_several_engines_of_one_policy_stay_apart() -> None:
+    engines = EngineCollector()
+    engines.samples = tuple(
+        EngineSample(EngineName(POLICY, name), scripted_engine.METRICS, report={"weights": {"version": number}})
+        for number, name in enumerate(("10.0.0.1:30000", "10.0.0.2:30000"))
+    )
+    registry = CollectorRegistry()
+    registry.register(engines)
+    text = generate_latest(registry).decode()
+    (running,) = [family for name, family in families(text).items() if name == "sglang:num_running_reqs"]
+    assert [sample.labels["engine"] for sample in running.samples] == ["10.0.0.1:30000", "10.0.0.2:30000"]
+    assert value(text, "trace_serve_weight_version", policy=POLICY, engine="10.0.0.2:30000") == 1.0
+
+
+def test_a_type_that_two_engines_disagree_about_is_the_first_ones() -> None:
+    other = scripted_engine.METRICS.replace("reqs gauge", "reqs counter")
+    names = [EngineName(POLICY, "a"), EngineName(POLICY, "b")]
+    merged, unreadable = merge(
+        [EngineSample(name, text) for name, text in zip(names, (scripted_engine.METRICS, other), strict=True)]
+    )
+    assert unreadable == {names[1]}
+    assert {family.name: family.type for family in merged}["sglang:num_running_reqs"] == "gauge"
 
 
 def test_an_engine_cannot_write_into_the_front_ends_own_metrics(running: Running) -> None:
