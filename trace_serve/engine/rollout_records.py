@@ -23,9 +23,12 @@ def is_wanted(request: Any) -> bool:
 
 def ask(request: Any) -> None:
     """Makes SGLang keep what the record needs; the answer itself shows none of it unless it is asked for."""
-    if is_wanted(request):
+    if not is_wanted(request):
+        return
+    request.return_prompt_token_ids = True
+    if not request.return_logprob:
         request.return_logprob = True
-        request.return_prompt_token_ids = True
+        request.return_text_in_logprobs = False  # the text of each token costs a call of the tokenizer
 
 
 def record(content: dict[str, Any]) -> dict[str, Any]:
