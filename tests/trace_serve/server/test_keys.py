@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -125,6 +126,35 @@ def test_what_is_no_ordinary_file_is_refused_at_once(tmp_path: Path, kind: str) 
         path.chmod(0o600)
     with pytest.raises(ConfigError, match=r"--key-file: .*keys\.json"):
         read_private(path, flag="--key-file", limit=100)
+
+
+@pytest.mark.parametrize(
+    ("owner", "me", "mode", "accepted"),
+    [
+        (0, 1000, 0o440, True),
+        (0, 1000, 0o640, True),
+        (0, 1000, 0o660, False),
+        (0, 1000, 0o444, False),
+        (1000, 1000, 0o400, True),
+        (1000, 1000, 0o440, False),
+        (0, 0, 0o440, False),
+        (1001, 1000, 0o400, False),
+    ],
+)
+def test_a_group_may_read_only_what_root_mounted_for_another_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: int, me: int, mode: int, accepted: bool
+) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"x")
+    real = path.stat()
+    shown = os.stat_result((stat.S_IFREG | mode, real.st_ino, real.st_dev, 1, owner, 0, 1, 0, 0, 0))
+    monkeypatch.setattr("trace_serve.server.keys_private.os.geteuid", lambda: me)
+    monkeypatch.setattr("trace_serve.server.keys_private.os.fstat", lambda _: shown)
+    if accepted:
+        assert read_private(path, flag="--key-file")[0] == b"x"
+    else:
+        with pytest.raises(ConfigError, match="--key-file"):
+            read_private(path, flag="--key-file")
 
 
 def valid_file() -> dict[str, Any]:
