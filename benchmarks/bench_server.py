@@ -23,11 +23,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import bench_server_targets as targets
+import psutil
 from bench_server_stats import Block, compare
 from bench_server_targets import Target
 from bench_server_upstream import CONTEXT_LENGTH, MODEL, VOCAB_SIZE
@@ -94,14 +95,16 @@ def measure_engine(policy: Path, directory: Path, options: argparse.Namespace) -
     engine.start()
     try:
         engine.wait_ready(600)
-        direct = Target(DIRECT, engine.url + "/v1/chat/completions", engine.served_name, key=engine.api_key)
+        processes = (psutil.Process(engine.pid),)
+        direct = Target(DIRECT, engine.url + "/v1/chat/completions", engine.served_name, engine.api_key, processes)
         name = load_policy(policy).name
         with targets.trace_serve(policy, directory, engine.url, name, key=engine.api_key, core=None) as front:
+            front = replace(front, processes=front.processes + processes)
             blocks = []
             for number in range(options.rounds + 1):  # the first one warms up
                 for concurrency in options.concurrency:
                     for target in in_turns([direct, front], number):
-                        count = 2 * concurrency if concurrency > 1 else 6
+                        count = max(10, 2 * concurrency)
                         done = block("engine", target, concurrency, number, options.tokens, count=count)
                         blocks += [done] if number else []
             return blocks
@@ -142,28 +145,44 @@ def measure_null(policy: Path, directory: Path, options: argparse.Namespace) -> 
     return blocks
 
 
-def rows(blocks: list[Block], base: str, *, cpu: bool) -> list[str]:
+def rows(blocks: list[Block]) -> list[str]:
+    """One line for each arm at each concurrency; CPU time is that of the servers, in `engine` with the engine's."""
     lines = [
-        f"| concurrency | | requests/s | over {base} | first event p50, p99 | added at p50, ms | whole answer p50, ms |"
-        + (" CPU ms a request |" if cpu else ""),
-        "|---|---|---|---|---|---|---|" + ("---|" if cpu else ""),
+        "| concurrency | | requests/s | over direct | first event p50, p99 | added at p50, ms | whole answer p50, ms | "
+        "CPU ms a request |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for concurrency in sorted({each.concurrency for each in blocks}):
         level = [each for each in blocks if each.concurrency == concurrency]
         for arm in dict.fromkeys(each.arm for each in sorted(level, key=lambda each: each.arm != DIRECT)):
             mine = [each for each in level if each.arm == arm]
-
-            def middle(values: list[float], digits: int = 1) -> str:
-                return f"{statistics.median(values):.{digits}f}"
-
-            firsts = ", ".join(middle([each.first_ms(share) for each in mine]) for share in (0.5, 0.99))
-            over = "" if arm == base else compare(level, arm, base, lambda each: each.per_second).text(2)
+            over = compare(level, arm, DIRECT, lambda each: each.per_second).text(2)
             added = compare(level, arm, DIRECT, lambda each: each.first_ms(0.5), ratio=False).text(1)
-            line = f"| {concurrency} | {arm} | {middle([each.per_second for each in mine])} | {over} | {firsts} | "
-            line += f"{'' if arm == DIRECT else added} | {middle([each.total_ms(0.5) for each in mine])} |"
-            if cpu:
-                line += " |" if arm == DIRECT else f" {middle([each.cpu_ms for each in mine], 2)} |"
-            lines.append(line)
+            cpu = middle([each.cpu_ms for each in mine], 2)
+            cells = [
+                str(concurrency),
+                arm,
+                middle([each.per_second for each in mine]),
+                "" if arm == DIRECT else over,
+                ", ".join(middle([each.first_ms(share) for each in mine]) for share in (0.5, 0.99)),
+                "" if arm == DIRECT else added,
+                middle([each.total_ms(0.5) for each in mine]),
+                cpu if float(cpu) else "",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def middle(values: list[float], digits: int = 1) -> str:
+    return f"{statistics.median(values):.{digits}f}"
+
+
+def engine_cpu(blocks: list[Block]) -> list[str]:
+    """CPU time of front-end and engine together over that of the engine asked directly."""
+    lines = ["| concurrency | CPU time through trace-serve over direct |", "|---|---|"]
+    for concurrency in sorted({each.concurrency for each in blocks}):
+        level = [each for each in blocks if each.concurrency == concurrency]
+        lines.append(f"| {concurrency} | {compare(level, TRACE_SERVE, DIRECT, lambda each: each.cpu_ms).text(2)} |")
     return lines
 
 
@@ -174,7 +193,7 @@ def against(blocks: list[Block]) -> list[str]:
         level = [each for each in blocks if (each.part, each.concurrency) == (part, concurrency)]
         for other in dict.fromkeys(each.arm for each in level if each.arm not in (DIRECT, TRACE_SERVE)):
             speed = compare(level, TRACE_SERVE, other, lambda each: each.per_second)
-            cpu = compare(level, TRACE_SERVE, other, lambda each: 1 / each.cpu_s * each.requests)
+            cpu = compare(level, TRACE_SERVE, other, lambda each: 1 / each.cpu_ms)
             lines.append(f"| {part}, concurrency {concurrency} | {other} | {speed.text(2)} | {cpu.text(2)} |")
     return lines
 
@@ -211,7 +230,9 @@ def main() -> int:
     for part in dict.fromkeys(each.part for each in blocks):
         print(f"\n{part}\n")
         mine = [each for each in blocks if each.part == part]
-        print("\n".join(rows(mine, DIRECT, cpu=part != "engine")))
+        print("\n".join(rows(mine)))
+        if part == "engine":
+            print("\n" + "\n".join(engine_cpu(mine)))
     beside = [each for each in blocks if each.part != "engine"]
     if {each.arm for each in beside} - {DIRECT, TRACE_SERVE}:
         print("\n" + "\n".join(against(beside)))

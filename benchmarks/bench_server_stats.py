@@ -78,6 +78,6 @@ def compare(
     blocks: Sequence[Block], arm: str, base: str, value: Callable[[Block], float], *, ratio: bool = True
 ) -> Estimate:
     """`value` of one arm over (or minus) that of another, formed within each round."""
-    found = {(block.arm, block.round): value(block) for block in blocks}
+    found = {(block.arm, block.round): value(block) for block in blocks if block.arm in (arm, base)}
     pairs = [(found[arm, number], found[base, number]) for name, number in sorted(found) if name == arm]
     return Estimate.of([one / other if ratio else one - other for one, other in pairs])

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -39,31 +38,20 @@ class Target:
         url: of the chat route.
         model: what requests call the model.
         key: bearer key, or none.
-        process: the server in front of the upstream, whose CPU time counts; None for the upstream itself.
+        processes: what its CPU time is taken of, children included; none for a null upstream itself.
     """
 
     name: str
     url: str
     model: str
     key: str | None = None
-    process: psutil.Process | None = field(default=None, repr=False)
+    processes: tuple[psutil.Process, ...] = field(default=(), repr=False)
 
     def cpu_s(self) -> float:
-        """CPU seconds of the server and its children so far; 0 for the upstream itself."""
-        if self.process is None:
-            return 0.0
-        return sum(map(_cpu_of, [self.process, *self.process.children(recursive=True)]))
-
-
-def _cpu_of(process: psutil.Process) -> float:
-    """By the kernel's nanoseconds where it counts them: clock ticks miss most of what runs for microseconds."""
-    threads = Path(f"/proc/{process.pid}/task")
-    try:
-        spent = [int((thread / "schedstat").read_text().split()[0]) for thread in threads.iterdir()]
-        return sum(spent) / 1e9
-    except (OSError, ValueError):
-        times = process.cpu_times()
-        return float(times.user + times.system)
+        """CPU seconds of these processes so far."""
+        families = [(each, *each.children(recursive=True)) for each in self.processes]
+        spent = [member.cpu_times() for family in families for member in family]
+        return float(sum(times.user + times.system for times in spent))
 
 
 def free_port() -> int:
@@ -152,7 +140,7 @@ def trace_serve(
     with running(command, log, core=core, environment={"TRACE_SERVE_API_KEY": CLIENT_KEY}) as process:
         url = f"http://127.0.0.1:{port}"
         wait_for(answers(url + "/health/ready"), process, log)
-        yield Target("trace-serve", url + "/v1/chat/completions", model, CLIENT_KEY, process)
+        yield Target("trace-serve", url + "/v1/chat/completions", model, CLIENT_KEY, (process,))
 
 
 @contextlib.contextmanager
@@ -167,7 +155,7 @@ def litellm(venv: Path, directory: Path, upstream: str, model: str) -> Iterator[
     with running(command, log, core=SERVER_CORE, environment=environment) as process:
         url = f"http://127.0.0.1:{port}"
         wait_for(answers(url + "/health/readiness"), process, log)
-        yield Target("LiteLLM", url + "/v1/chat/completions", model, CLIENT_KEY, process)
+        yield Target("LiteLLM", url + "/v1/chat/completions", model, CLIENT_KEY, (process,))
 
 
 @contextlib.contextmanager
@@ -180,7 +168,7 @@ def smg(venv: Path, directory: Path, upstream: str, model: str) -> Iterator[Targ
         url = f"http://127.0.0.1:{port}"
         body = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         wait_for(answers(url + "/v1/chat/completions", body), process, log)
-        yield Target("smg", url + "/v1/chat/completions", model, process=process)
+        yield Target("smg", url + "/v1/chat/completions", model, processes=(process,))
 
 
 @contextlib.contextmanager
