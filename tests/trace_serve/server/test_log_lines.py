@@ -134,6 +134,24 @@ def test_a_text_can_be_shown_again_and_a_short_one_is_never_hidden() -> None:
     assert without_secrets("banana") == "banana"
 
 
+def test_a_value_that_json_cannot_hold_is_still_a_line() -> None:
+    code = "import structlog; structlog.get_logger('x').info('event', a='\\ud800', b=2**70, c=object)"
+    (line,) = parsed(f"{SETUP}('info')\n{code}")
+    assert (line["event"], line["b"], line["c"]) == ("event", 2**70, "<class 'object'>")
+
+
+def test_lines_of_several_threads_stay_whole() -> None:
+    code = (
+        "import logging, structlog; from concurrent.futures import ThreadPoolExecutor\n"
+        "def both(n):\n"
+        "    structlog.get_logger('x').info('ours', text='x' * 5000); logging.getLogger('y').info('y' * 5000)\n"
+        "with ThreadPoolExecutor(8) as pool: list(pool.map(both, range(100)))"
+    )
+    lines = parsed(f"{SETUP}('info')\n{code}")
+    assert len(lines) == 200
+    assert sum(line["event"] == "ours" for line in lines) == 100
+
+
 def test_levels_below_the_one_asked_for_are_left_out() -> None:
     code = "import logging; [logging.getLogger('x').log(n, 'm') for n in (10, 20, 30, 40)]"
     assert [line["level"] for line in parsed(f"{SETUP}('warning')\n{code}")] == ["warning", "error"]
