@@ -12,7 +12,7 @@ from trace_serve.errors import ConfigError
 from trace_serve.server.keys import DEFAULT_SCOPES, SCOPES, KeyEntry, KeyLimits, Scope, mint_key, new_entry
 from trace_serve.server.keys_file import locked, read_keys, write_keys
 
-app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Make, list and revoke API keys.")
 
 File = Annotated[Path, typer.Option("--key-file", envvar="TRACE_SERVE_KEY_FILE", help="The key file.")]
 
@@ -67,10 +67,9 @@ def list_keys(key_file: File) -> None:
         table.add_column(heading)
     for entry in _read(key_file):
         state = "expired" if entry.expired(_now()) else "valid"
-        expires = "never" if entry.expires is None else f"{entry.expires:%Y-%m-%d %H:%M}"
-        limits = ", ".join(f"{name} {value}" for name, value in entry.limits.model_dump(exclude_none=True).items())
+        expires = "never" if entry.expires is None else f"{entry.expires:%Y-%m-%d}"
         created = f"{entry.created:%Y-%m-%d}"
-        table.add_row(entry.name, state, ", ".join(entry.scopes), limits or "the server's", created, expires)
+        table.add_row(entry.name, state, "\n".join(entry.scopes), _shown(entry.limits), created, expires)
     Console().print(table)
 
 
@@ -85,6 +84,16 @@ def revoke(name: Annotated[str, typer.Argument(help="Name of the key.")], key_fi
             raise ConfigError(f"NAME: {key_file} has no key {name!r}, it has {known}", field="name")
         write_keys(key_file, kept)
     typer.echo(f"revoked {name!r}", err=True)
+
+
+def _shown(limits: KeyLimits) -> str:
+    units = {
+        "requests_per_minute": "requests/min",
+        "tokens_per_minute": "tokens/min",
+        "concurrent": "at once",
+    }
+    own = limits.model_dump(exclude_none=True)
+    return "\n".join(f"{own[name]} {unit}" for name, unit in units.items() if name in own) or "the server's"
 
 
 def _read(path: Path) -> list[KeyEntry]:
