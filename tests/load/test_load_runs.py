@@ -16,6 +16,8 @@ import pytest
 from load_runs import KEY, LOCUSTFILE, ROOT, Run, get, scripted_engine, write_queries
 
 from trace_serve.cli import main
+from trace_serve.load.runner import processes_options
+from trace_serve.load.schedules import schedule
 
 # Looked up and not imported: importing locust patches the sockets and threads of this whole process.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("locust") is None, reason="the load extra is not installed")
@@ -66,7 +68,7 @@ class Runs:
         plain = f"tokens={TOKENS} delay={STEP_S}"
         start("closed", plain, "--users", "2", "--run-time", "4s")
         arrivals = ["--arrivals", "poisson", "--rate", "8", "--duration", "3s", "--warmup", "1s", "--seed", "5"]
-        start("workers", plain, *arrivals, "--processes", "2", "--max-lag", "5")
+        start("workers", plain, *arrivals, *processes_options(2), "--max-lag", "5")
         capped = [
             "--arrivals",
             "constant",
@@ -150,8 +152,6 @@ def test_two_processes_send_the_schedule_of_one(runs: Runs) -> None:
     sent = rows(run)
     indices = [int(row["index"]) for row in sent]
     assert indices == list(range(report.warmup_requests, report.warmup_requests + report.offered))
-    from trace_serve.load.schedules import schedule
-
     times = schedule(report.plan, None)
     assert [float(row["scheduled_s"]) for row in sent] == pytest.approx(times[times >= 1.0].tolist(), abs=1e-5)
     e2e = report.latency("e2e_scheduled")

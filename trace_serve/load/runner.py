@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,15 @@ def locustfile() -> Path:
     raise ConfigError(f"{package}: no locust file is installed with it; install trace-serve[load] again")
 
 
+def processes_options(count: int) -> list[str]:
+    """Options for several processes on this machine, whose port no other run on it uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    bound = ["--master-bind-host", "127.0.0.1", "--master-bind-port", port, "--master-port", port]
+    return ["--processes", str(count), *bound]
+
+
 def run_plan(plan: LoadPlan, host: str, out: Path, *, processes: int = 1) -> LoadReport:
     """Runs a plan to its end. Keys are taken from TRACE_SERVE_API_KEY and TRACE_SERVE_ADMIN_KEY by the child itself.
 
@@ -48,7 +58,7 @@ def run_plan(plan: LoadPlan, host: str, out: Path, *, processes: int = 1) -> Loa
     command = [sys.executable, "-m", "locust", "--locustfile", str(locustfile()), "--headless", "--only-summary"]
     command += ["--host", host, "--plan", str(out / PLAN), "--out", str(out)]
     if processes > 1:
-        command += ["--processes", str(processes)]
+        command += processes_options(processes)
     with (out / LOG).open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         try:

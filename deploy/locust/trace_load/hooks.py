@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import gevent
-from locust import events
+from locust import events, runners
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
@@ -21,10 +21,13 @@ END = "trace-load-end"
 LEAD_S = 0.5
 LEAD_OF_WORKERS_S = 2.0
 """Until the first arrival, for users to start; workers also have to hear of it."""
+PATIENCE_S = 30
+"""Silence after which a worker is lost. Locust's 3 s end a test on a machine whose cores are all busy."""
 
 
 def install() -> None:
     """Registers everything with locust; called once, by the locustfile."""
+    runners.HEARTBEAT_LIVENESS = PATIENCE_S // runners.HEARTBEAT_INTERVAL
     events.init_command_line_parser.add_listener(add_options)
     events.init.add_listener(_init)
     events.test_start.add_listener(_start)
