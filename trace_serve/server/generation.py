@@ -9,7 +9,6 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from trace_serve.server import weight_versions
 from trace_serve.server.bodies import parse_json, read_body
 from trace_serve.server.cost import estimate_prompt, surely_fits, token_cost
 from trace_serve.server.errors import ApiError, bad_request
@@ -24,6 +23,7 @@ from trace_serve.server.rollouts_record import Recording
 from trace_serve.server.schemas import GenerationRequest, parse_request
 from trace_serve.server.service import Service
 from trace_serve.server.tool_calls import check_tools
+from trace_serve.server.weight_versions import answering, check_loaded, name_answer, name_stream
 
 CLIENT_GONE_STATUS = 499
 """For logs and metrics only: nobody is left to receive it."""
@@ -91,19 +91,21 @@ class GenerationRoute:
                 headers["x-trace-rollout"] = rid
                 hints = bool(wanted.trace_hints)
                 record.recording = Recording(front.rollouts, rid, caller.name, service, route=self._path, hints=hints)
-            await flight.run(weight_versions.check_loaded(front.client, flight.engine, wanted))
+            await flight.run(check_loaded(front.client, flight.engine, wanted))
             payload = wanted.upstream_payload(rid=rid, served_name=flight.engine.served_name)
             shadow = front.services.shadow(wanted.user or rid)
             if shadow is not None:
                 record.observed.copied(body, shadow.copy(self._path, payload))
             if not wanted.stream:
-                content, answer = await flight.run(fetch_answer(flight, front.client, self._path, payload))
-                weight_versions.name_answer(headers, wanted, answer)
+                whole = fetch_answer(flight, front.client, self._path, payload)
+                content, answer = await flight.run(answering(front.client, flight.engine, wanted, whole))
+                name_answer(headers, wanted, answer)
                 record.observed.answered(content, answer)
                 record.finish(200, "ok", answer.get("usage"))
                 return Response(content, headers=headers, media_type="application/json")
-            opening = await flight.run(open_stream(flight, front.client, self._path, payload))
-            weight_versions.name_stream(headers, wanted, opening.upstream.headers)
+            begun = open_stream(flight, front.client, self._path, payload)
+            opening = await flight.run(answering(front.client, flight.engine, wanted, begun))
+            name_stream(headers, wanted, opening.upstream.headers)
             record.observed.first_frame()
 
             def finished(outcome: str, usage: dict[str, Any] | None) -> None:

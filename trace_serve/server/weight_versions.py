@@ -7,8 +7,8 @@ which ends it when an update comes (`max_version_diff: 0`, docs/refit.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import aiohttp
@@ -17,6 +17,7 @@ from trace_serve.server.engine_client import EngineClient, EngineView
 from trace_serve.server.errors import ApiError, unavailable
 from trace_serve.server.schemas import GenerationRequest
 
+T = TypeVar("T")
 HEADER = "x-trace-weight-version"
 TIMEOUT_S = 5.0
 
@@ -34,6 +35,22 @@ async def check_loaded(client: EngineClient, engine: EngineView, wanted: Generat
     except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
         raise unavailable("the engine does not say which weights serve", code="not_ready", retry_after_s=1.0) from exc
     _compare(wanted, beat.get("weight_version"))
+
+
+async def answering(
+    client: EngineClient, engine: EngineView, wanted: GenerationRequest, work: Coroutine[Any, Any, T]
+) -> T:
+    """Awaits an answer; one that the engine ended because weights changed is refused as any other of other weights.
+
+    Raises:
+        ApiError: 409, or what the work raised.
+    """
+    try:
+        return await work
+    except ApiError as error:
+        if error.code == "generation_failed":
+            await check_loaded(client, engine, wanted)
+        raise
 
 
 def header_value(version: object) -> str | None:

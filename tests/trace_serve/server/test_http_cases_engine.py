@@ -71,6 +71,7 @@ def assert_serves(client: httpx.Client) -> None:
         ({"n": 2**63 - 1}, "n", 1),
         ({"max_tokens": 100_000_000}, "max_tokens", 10),
     ],
+    ids=["top-logprobs-huge", "stop-token-out-of-vocab", "n-zero", "n-int64-max", "over-context"],
 )
 def test_a_request_that_cannot_be_served_is_refused_and_the_next_one_is(
     client: httpx.Client, fields: dict[str, Any], param: str, times: int, stream: bool

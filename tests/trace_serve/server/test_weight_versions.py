@@ -62,6 +62,18 @@ def test_weights_that_change_while_a_request_waits_refuse_it_too(
     assert refused.headers["content-type"] == "application/json"
 
 
+@pytest.mark.parametrize(("script", "stream"), [("abort=1", False), ("abort_after=0", True)])
+def test_an_answer_that_ends_because_weights_changed_is_refused_like_one_of_other_weights(
+    trained: tuple[Running, httpx.Client], script: str, stream: bool
+) -> None:
+    running, client = trained
+    running.set_health(weight_version="step-7")
+    refused = client.post(CHAT, json=body(f"tokens=2 moves=step-8 {script}", weight_version="step-7", stream=stream))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (409, "weight_version")
+    unpinned = client.post(CHAT, json=body(f"tokens=2 {script}", stream=stream))
+    assert (unpinned.status_code, unpinned.json()["error"]["code"]) == (502, "generation_failed")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_label_that_no_header_can_carry_is_left_to_the_answer(
     trained: tuple[Running, httpx.Client], stream: bool
