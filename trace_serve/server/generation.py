@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -97,13 +98,13 @@ class GenerationRoute:
             if shadow is not None:
                 record.observed.copied(body, shadow.copy(self._path, payload))
             if not wanted.stream:
-                whole = fetch_answer(flight, front.client, self._path, payload)
+                whole = partial(fetch_answer, flight, front.client, self._path, payload)
                 content, answer = await flight.run(answering(front.client, flight.engine, wanted, whole))
                 name_answer(headers, wanted, answer)
                 record.observed.answered(content, answer)
                 record.finish(200, "ok", answer.get("usage"))
                 return Response(content, headers=headers, media_type="application/json")
-            begun = open_stream(flight, front.client, self._path, payload)
+            begun = partial(open_stream, flight, front.client, self._path, payload)
             opening = await flight.run(answering(front.client, flight.engine, wanted, begun))
             name_stream(headers, wanted, opening.upstream.headers)
             record.observed.first_frame()

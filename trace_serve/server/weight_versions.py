@@ -7,7 +7,7 @@ which ends it when an update comes (`max_version_diff: 0`, docs/refit.md).
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -38,7 +38,7 @@ async def check_loaded(client: EngineClient, engine: EngineView, wanted: Generat
 
 
 async def answering(
-    client: EngineClient, engine: EngineView, wanted: GenerationRequest, work: Coroutine[Any, Any, T]
+    client: EngineClient, engine: EngineView, wanted: GenerationRequest, work: Callable[[], Awaitable[T]]
 ) -> T:
     """Awaits an answer; one that the engine ended because weights changed is refused as any other of other weights.
 
@@ -46,7 +46,7 @@ async def answering(
         ApiError: 409, or what the work raised.
     """
     try:
-        return await work
+        return await work()
     except ApiError as error:
         if error.code == "generation_failed":
             await check_loaded(client, engine, wanted)
