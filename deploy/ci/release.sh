@@ -47,15 +47,16 @@ judge() {
 }
 
 publish() {
-  local target=$PUBLISH/$NAME-$VERSION
+  local target=$PUBLISH/$NAME-$VERSION candidate=$PUBLISH/$NAME-$VERSION
   mkdir -p "$PUBLISH"
   if [ ! -e "$target" ]; then
-    rm -rf "$target.new"
-    cp -R "$policy" "$target.new"
-    mv "$target.new" "$target"
+    candidate=$target.new
+    rm -rf "$candidate"
+    cp -R "$policy" "$candidate"
   fi
-  # Judged where servers read it and by the key that they have pinned; without its verdict beside it, it is not served.
-  eval-gate verify "$gate/verdict.dsse.json" --public-key "$PUBLIC_KEY" --policy "$target"
+  # Judged where servers read it and by the key that they have pinned.
+  eval-gate verify "$gate/verdict.dsse.json" --public-key "$PUBLIC_KEY" --policy "$candidate"
+  [ "$candidate" = "$target" ] || mv "$candidate" "$target"
   cp "$gate/verdict.dsse.json" "$target.verdict.new"
   mv "$target.verdict.new" "$target.verdict.dsse.json"
 }

@@ -214,12 +214,23 @@ def test_a_policy_that_does_not_pass_is_neither_published_nor_deployed(
     assert not release.deployed.exists()
 
 
-def test_a_pass_of_endpoints_that_prove_nothing_releases_nothing(release: Release) -> None:
+@pytest.mark.parametrize(("pinned", "reason"), [("gate", "cannot be what was judged"), ("other", "signature")])
+def test_a_pass_about_something_else_or_by_another_key_releases_nothing(
+    release: Release, pinned: str, reason: str
+) -> None:
+    release.keygen("other")
     queries = hundred_queries(release.directory)
     with endpoint(90) as training, endpoint(90) as serving:
-        done = release.run(QUERIES=queries, TRAINING=training, SERVING=serving, GATE_OPTIONS="--allow-unproven")
+        done = release.run(
+            QUERIES=queries,
+            TRAINING=training,
+            SERVING=serving,
+            GATE_OPTIONS="--allow-unproven",
+            PUBLIC_KEY=str(release.directory / f"{pinned}.pub"),
+        )
     assert done.returncode == 3, done.stdout + done.stderr
-    assert not list(release.policies.glob("*.dsse.json"))
+    assert reason in done.stderr
+    assert [path.name for path in release.policies.iterdir()] == ["tiny-7.new"]
     assert not release.deployed.exists()
 
 
@@ -231,12 +242,6 @@ def test_a_release_without_its_settings_says_which_is_missing(release: Release) 
 
 @pytest.mark.engine
 def test_a_policy_is_built_gated_signed_published_and_deployed(release: Release) -> None:
-    release.keygen("other")
-    untrusted = release.run(PUBLIC_KEY=str(release.directory / "other.pub"))
-    assert untrusted.returncode == 3, untrusted.stdout + untrusted.stderr
-    assert "signature" in untrusted.stderr
-    assert not release.deployed.exists()
-
     done = release.run()
     assert done.returncode == 0, done.stdout + done.stderr
     published = release.policies / "tiny-7"
