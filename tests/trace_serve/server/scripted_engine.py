@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -271,6 +272,20 @@ def usage(script: Script) -> dict[str, int]:
     return {"prompt_tokens": 7, "completion_tokens": script.tokens, "total_tokens": 7 + script.tokens}
 
 
+async def leave_with_parent(app: web.Application) -> AsyncIterator[None]:
+    """Ends the process once whoever started it is gone, as the real engine does."""
+    parent = os.getppid()
+
+    async def watch() -> None:
+        while os.getppid() == parent:
+            await asyncio.sleep(1.0)
+        os._exit(0)
+
+    task = asyncio.create_task(watch())
+    yield
+    task.cancel()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
@@ -278,6 +293,7 @@ def main() -> None:
     parser.add_argument("--report", required=True, help="JSON; {} is a server that has no /trace routes")
     args = parser.parse_args()
     app = Upstream(args.key, json.loads(args.report)).app()
+    app.cleanup_ctx.append(leave_with_parent)
     web.run_app(app, host="127.0.0.1", port=args.port, print=None, handler_cancellation=True, access_log=None)
 
 
