@@ -156,26 +156,27 @@ class OtelRequestSpan:
     def describe(self, model: str, attributes: Mapping[str, str | int | float | bool]) -> None:
         self._common["gen_ai.request.model"] = model
         self._span.update_name(f"{self._operation} {model}")
-        self._span.set_attribute("gen_ai.request.model", model)
-        self._span.set_attributes(attributes)
+        self._span.set_attributes({"gen_ai.request.model": model, **attributes})
 
     def end(self, ended: Ended) -> None:
         span, usage = self._span, ended.usage or {}
-        span.set_attribute("http.response.status_code", ended.status)
+        # Set in one call: each one takes the span's lock.
+        said: dict[str, str | int | float | tuple[str, ...]] = {"http.response.status_code": ended.status}
         for name, key in (("input_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens")):
             if isinstance(usage.get(key), int):
-                span.set_attribute(f"gen_ai.usage.{name}", usage[key])
+                said[f"gen_ai.usage.{name}"] = usage[key]
         if ended.finish_reasons:
-            span.set_attribute("gen_ai.response.finish_reasons", ended.finish_reasons)
+            said["gen_ai.response.finish_reasons"] = ended.finish_reasons
         if ended.first_s is not None:
-            span.set_attribute("gen_ai.response.time_to_first_chunk", ended.first_s)
+            said["gen_ai.response.time_to_first_chunk"] = ended.first_s
         attributes = dict(self._common)
         if ended.outcome != "ok":
             attributes["error.type"] = ended.outcome
-            span.set_attribute("error.type", ended.outcome)
+            said["error.type"] = ended.outcome
             # A refused request is the client's error, by the conventions for HTTP servers; a stream that broke is ours.
             if ended.status >= 500 or (ended.status == 200 and ended.outcome != "client_gone"):
                 span.set_status(StatusCode.ERROR, ended.outcome)
+        span.set_attributes(said)
         span.end()
         self._record(ended, attributes, usage)
 
