@@ -48,6 +48,9 @@ class Known:
         if duration and self._began + after <= loop.time() and left > 0:
             await asyncio.sleep(left)
 
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "known", "object": "model"}]})
+
     async def log(self, _: web.Request) -> web.Response:
         return web.json_response(self.served)
 
@@ -60,6 +63,7 @@ async def serve(known: Known) -> None:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", known.chat)
     app.router.add_get("/log", known.log)
+    app.router.add_get("/v1/models", known.models)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -95,7 +95,7 @@ class Run:
         """Its exit code; what it printed is kept."""
         if not self.stderr:
             try:
-                self.stdout, self.stderr = self._process.communicate(timeout=120)
+                self.stdout, self.stderr = self._process.communicate(timeout=400)
             except BaseException:
                 self._process.kill()
                 raise

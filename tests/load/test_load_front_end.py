@@ -17,7 +17,7 @@ from remote_engines import RemoteScript, ask, front_end
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("locust") is None, reason="the load extra is not installed")
 
-STEADY = ["--arrivals", "constant", "--max-lag", "5"]
+STEADY = ["--arrivals", "constant", "--max-lag", "60"]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from trace_load import results, swaps
 from trace_load.options import add_options, plan_of
 from trace_load.session import Session, find
 from trace_serve.errors import TraceServeError
+from trace_serve.load.plan import make_plan
 
 BEGIN = "trace-load-begin"
 END = "trace-load-end"
@@ -68,9 +69,9 @@ def _start(environment: Environment, **_: Any) -> None:
     if isinstance(runner, MasterRunner):
         states = runner.clients
         clients = [client.id for client in (*states.ready, *states.spawning, *states.running)]
-        at = time.time() + LEAD_OF_WORKERS_S
+        at, plan = time.time() + LEAD_OF_WORKERS_S, session.plan.model_dump(mode="json", exclude_unset=True)
         for rank, client in enumerate(clients):
-            message = {"at": at, "rank": rank, "workers": len(clients), "plan": session.plan.digest}
+            message = {"at": at, "rank": rank, "workers": len(clients), "plan": plan}
             runner.send_message(BEGIN, message, client_id=client)
         session.begin(at, -1, len(clients))
     else:
@@ -80,11 +81,16 @@ def _start(environment: Environment, **_: Any) -> None:
 
 
 def _begin(environment: Environment, msg: Any, **_: Any) -> None:
-    """A worker learns when to begin, and its part of the schedule."""
+    """A worker learns the plan, when to begin, and its part of the schedule."""
     session, order = find(environment), msg.data
-    if order["plan"] != session.plan.digest:
-        environment.runner.send_message(END, {"fault": "a load process was started with other options than the first"})
-        return
+    plan = make_plan(order["plan"])
+    if plan.digest != session.plan.digest:  # locust takes --run-time from workers, which may be on other machines too
+        try:
+            session = Session(plan, environment)
+        except TraceServeError as exc:
+            environment.runner.send_message(END, {"fault": f"a load process cannot run the plan: {exc}"})
+            return
+        environment.trace_load, _sessions[:] = session, [session]
     session.reset()
     session.begin(order["at"], order["rank"], order["workers"])
     gevent.spawn(_end_of_worker, session)

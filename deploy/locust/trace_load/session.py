@@ -52,7 +52,8 @@ class Session:
         self.merged.clear()
         self.began = time.perf_counter()
         self.began_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self.dispatching = 0
+        self.dispatching = False
+        self.dispatched = not self.plan.is_open
         self.asked = 0
         self.ended: set[str] = set()
         self.faults: list[str] = []
@@ -90,7 +91,7 @@ class Session:
 
     def wait_for_answers(self) -> None:
         """Returns when the load is over: all is answered, or the drain is, and what is still open is `unfinished`."""
-        while self.now < self.plan.total_s or self.dispatching:
+        while self.now < self.plan.total_s or not self.dispatched:
             gevent.sleep(0.05)
         self.asking.join(timeout=max(self.plan.total_s + self.plan.drain - self.now, 0))
         self.asking.kill()

@@ -35,7 +35,7 @@ class OpenLoopUser(_PlanUser):
         session = self.session
         if session.times is None or session.dispatching:
             raise StopUser
-        session.dispatching += 1
+        session.dispatching = True
         try:
             for index in range(session.worker, len(session.times), session.workers):
                 due_s = float(session.times[index])
@@ -47,7 +47,7 @@ class OpenLoopUser(_PlanUser):
                     session.asking.spawn(ask, session, self.client, index, due_s)
                 gevent.sleep(0)  # late arrivals leave at once, not after all the others that are late
         finally:
-            session.dispatching -= 1
+            session.dispatching, session.dispatched = False, True
         raise StopUser
 
 
