@@ -129,7 +129,7 @@ def test_a_rotation_of_queries_and_keys_alone_changes_no_score(model: Any) -> No
 def test_answering_with_a_cache_computes_what_one_pass_does(model: Any) -> None:
     own = quantized(model, ROTATED)
     with torch.inference_mode():
-        options = {"max_new_tokens": 8, "do_sample": False}
+        options = {"max_new_tokens": 5, "do_sample": False}
         answer = own.generate(PROMPT, **options, output_logits=True, return_dict_in_generate=True)
         whole = own(answer.sequences, use_cache=False).logits[0].float()
         again = own.generate(PROMPT, **options)
