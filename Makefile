@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint audit format bench bench-kernels bench-engine bench-server bench-gpu bench-compare bench-gate docs architecture deploy-check lock-image doctor clean
+.PHONY: help install quickstart test lint audit format bench bench-kernels bench-engine bench-server bench-gpu bench-compare bench-gate bench-load docs architecture deploy-check lock-image doctor clean
 
 help:
 	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
@@ -30,6 +30,7 @@ help:
 	@echo 'make bench-kernels  NVFP4 quantization on this CPU beside public packers and a memory copy'
 	@echo 'make bench-engine   BF16 and FP4 engines in turns: tokens a second, hints, memory, start (BENCH_ARGS=...)'
 	@echo 'make bench-server   the front-end beside SGLang alone, and beside LiteLLM and smg on a null upstream'
+	@echo 'make bench-load     the load test beside the benchmark of SGLang on one server (TOKENIZER=any model directory)'
 	@echo 'make bench-gate     what eval-gate run adds to the time of its arms'
 	@echo 'make bench-compare  time and memory of eval-gate compare on 200,000 recorded results'
 	@echo 'make bench-gpu   bandwidth of the Triton kernels on a card'
@@ -81,6 +82,10 @@ bench-server: install
 
 bench-gate: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_gate.py
+
+bench-load: $(INSTALLED)
+	@test -n '$(TOKENIZER)' || { echo 'error: no tokenizer; run make bench-load TOKENIZER=MODEL_DIR' >&2; exit 3; }
+	$(BIN)/python benchmarks/bench_load.py --tokenizer $(TOKENIZER) $(BENCH_ARGS)
 
 bench-compare: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_compare.py
