@@ -240,6 +240,8 @@ def test_a_release_without_its_settings_says_which_is_missing(release: Release) 
     assert "PUBLISH" in done.stderr
 
 
+# Two starts of an engine, one after the other on a busy machine.
+@pytest.mark.timeout(1200)
 @pytest.mark.engine
 def test_a_policy_is_built_gated_signed_published_and_deployed(release: Release) -> None:
     done = release.run()
