@@ -51,6 +51,10 @@ class Known:
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "known", "object": "model"}]})
 
+    async def information(self, _: web.Request) -> web.Response:
+        """What a gateway and SGLang's benchmark ask a server before they send it anything."""
+        return web.json_response({"model_path": "known", "served_model_name": "known", "is_generation": True})
+
     async def log(self, _: web.Request) -> web.Response:
         return web.json_response(self.served)
 
@@ -64,6 +68,8 @@ async def serve(known: Known) -> None:
     app.router.add_post("/v1/chat/completions", known.chat)
     app.router.add_get("/log", known.log)
     app.router.add_get("/v1/models", known.models)
+    for path in ("/health", "/health_generate", "/model_info", "/get_model_info", "/server_info", "/get_server_info"):
+        app.router.add_get(path, known.information)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -133,11 +133,12 @@ def test_a_closed_loop_reports_the_delays_of_the_upstream(runs: Runs) -> None:
 
 
 def test_locusts_own_statistics_have_a_row_for_each_figure(runs: Runs) -> None:
-    run = runs["closed"]
-    run.wait()
+    run = runs["mixed"]
+    report = run.report()
     stats = {row["method"]: row for row in json.loads(run.stdout)}
-    assert {"E2E", "TTFT", "TPOT", "ITL", "tokens/s"} == set(stats)
-    assert stats["E2E"]["num_requests"] == run.report().outcomes["ok"]
+    assert {"E2E", "LEFT", "TTFT", "TPOT", "ITL", "tokens/s"} == set(stats)
+    assert stats["LEFT"]["num_requests"] == report.outcomes["left"]
+    assert stats["E2E"]["num_requests"] == report.outcomes["ok"]
 
 
 def test_two_processes_send_the_schedule_of_one(runs: Runs) -> None:

@@ -50,7 +50,7 @@ def ask(session: Session, http: FastHttpSession, index: int, due_s: float | None
     try:
         with gevent.Timeout(_patience(session, client, index), Leave):
             times = _exchange(session, http, request.route, request.body, client, asked)
-        done = {
+        done: dict[str, Any] = {
             "outcome": Outcome.OK,
             "first_s": times.first,
             "end_s": times.end,
