@@ -17,9 +17,7 @@ def main() -> int:
     trusting = ssl.create_default_context()
     trusting.check_hostname = False
     trusting.verify_mode = ssl.CERT_NONE
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusting)
-    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusting))
     try:
         with opener.open(url, timeout=TIMEOUT_S) as answer:
             print(answer.read(500).decode(errors="replace"))
