@@ -13,7 +13,7 @@ log = structlog.get_logger("trace_serve.request")
 
 SAMPLING = frozenset({"/v1/chat/completions", "/v1/completions"})
 _QUIET = ("/health", "/metrics")
-"""Asked every few seconds by machines: their lines are logged at level debug, unless they fail."""
+"""Asked every few seconds by machines: their lines are logged at level debug, also while they say 503."""
 
 
 class RouteObserver:
@@ -54,8 +54,7 @@ class RouteObserver:
         self._metrics.requests.labels(route, str(status), outcome).inc()
         if route.endswith("/hints") and status == 200 and scope["method"] == "GET":
             self._metrics.hint_bytes_served.inc(size)
-        quiet = route.startswith(_QUIET) and status < 500
-        (log.debug if quiet else log.info)(
+        (log.debug if route.startswith(_QUIET) else log.info)(
             "request",
             route=route,
             method=scope["method"],

@@ -15,7 +15,7 @@ TYPES = ("counter", "gauge", "histogram", "summary")
 
 
 def page(url: str) -> str:
-    answer = httpx.get(url + "/metrics", timeout=20)
+    answer = httpx.get(url + "/metrics", timeout=50)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
     return answer.text

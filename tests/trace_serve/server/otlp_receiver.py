@@ -45,7 +45,7 @@ class Receiver:
     def text(self) -> str:
         return self._out.read_text()
 
-    def wait_for(self, kind: str, check: Callable[[dict[str, Any]], bool], limit_s: float = 30) -> dict[str, Any]:
+    def wait_for(self, kind: str, check: Callable[[dict[str, Any]], bool], limit_s: float = 60) -> dict[str, Any]:
         deadline = time.monotonic() + limit_s
         while True:
             found = [each for each in self.got(kind) if check(each)]

@@ -32,7 +32,7 @@ def parsed(code: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run(code)]
 
 
-def until(check: Callable[[], bool], limit_s: float = 20) -> None:
+def until(check: Callable[[], bool], limit_s: float = 60) -> None:
     deadline = time.monotonic() + limit_s
     while not check():
         assert time.monotonic() < deadline, f"not within {limit_s} s"
@@ -84,7 +84,7 @@ def test_a_server_is_quiet_about_health_checks(shared: Running) -> None:
     answer = httpx.get(shared.url + "/v1/models", headers={"authorization": f"Bearer {shared.api_key}"})
     assert answer.status_code == 200
     until(lambda: any(line.get("route") == "/v1/models" for line in shared.log()))
-    assert not any(line.get("route", "").startswith("/health") for line in shared.log() if line.get("status") == 200)
+    assert not any(line.get("route", "").startswith("/health") for line in shared.log())
 
 
 def test_lines_of_libraries_warnings_and_crashes_are_json_too() -> None:

