@@ -30,6 +30,7 @@ COMMANDS: dict[str, Lazy] = {
     "load": Lazy(
         "trace_serve.load.cli:load_command", "Load-test a running server, or find the highest rate it sustains."
     ),
+    "mismatch": Lazy("trace_serve.mismatch.cli:mismatch_command", "Measure how far a trainer is from FP4 rollouts."),
     "plan": Lazy("trace_serve.plan:plan_command", "Print sizes and ceilings from a model's dimensions."),
     "doctor": Lazy("trace_serve.doctor:doctor_command", "Check this installation and say what to do about each fault."),
     "patch": Lazy("trace_serve.patching.cli:app", "Put the patches on the installed SGLang, or take them off."),

@@ -85,8 +85,7 @@ class HintedRounding:
     def experts_in(self, layer: int, x: Tensor) -> Tensor:
         """x [T, H], the rows of the pass, to the values the rollout kept."""
         static = self._recipe.experts_in_scale(layer)
-        rows = torch.arange(x.shape[0], device=x.device)
-        outcomes = self._gather("experts_in", layer, rows, x.shape[-1])
+        outcomes = self.outcomes("experts_in", layer, x)
         if outcomes is None:
             return fake_quantize_tokens(x, self._recipe, static_scale=static)
         return self._guided(x, outcomes, "activations", static)
@@ -94,7 +93,7 @@ class HintedRounding:
     def experts_mid(self, layer: int, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
         """x [N, I], inputs of the second product of one expert; `places` among the routed experts of each row."""
         static = self._recipe.experts_mid_scale(layer)
-        outcomes = self._gather("experts_mid", layer, rows, x.shape[-1], places)
+        outcomes = self.outcomes("experts_mid", layer, x, rows, places)
         if outcomes is None:
             return fake_quantize_tokens(x, self._recipe, static_scale=static)
         return self._guided(x, outcomes, "activations", static)
@@ -107,15 +106,35 @@ class HintedRounding:
         """V likewise."""
         return self._cached("v", layer, x, first, self._recipe.kv_scales(layer)[1])
 
+    def outcomes(
+        self, site: str, layer: int, x: Tensor, rows: Tensor | None = None, places: Tensor | None = None
+    ) -> Outcomes | None:
+        """What the rollouts decided about rows of the pass [N, K]; None where no file has the site and layer.
+
+        Args:
+            site: `experts_in` or `experts_mid`.
+            layer: of the model.
+            x: the operand.
+            rows: int64 [N], the pass's rows; None is all, in order.
+            places: int64 [N] among the routed experts of each row, for `experts_mid`.
+        """
+        rows = torch.arange(x.shape[0], device=x.device) if rows is None else rows
+        return self._gather(site, layer, rows, x.shape[-1], places)
+
+    def cached_outcomes(self, site: str, layer: int, x: Tensor, first: int) -> Outcomes | None:
+        """The same for K or V [B, heads, T, D] of positions `first` on, as rows [B * T, heads * D]."""
+        batch, heads, count, width = x.shape
+        rows = torch.arange(batch * count, device=x.device)
+        return self._gather(site, layer, rows, heads * width, first=first, count=count)
+
     def _guided(self, x: Tensor, outcomes: Outcomes, operand: Operand, scale: float | None) -> Tensor:
         return guided_fake_quantize(x, outcomes, self._recipe, operand=operand, global_scale=scale, tau=self._tau)
 
     def _cached(self, site: str, layer: int, x: Tensor, first: int, scale: float) -> Tensor:
         batch, heads, count, width = x.shape
-        rows = torch.arange(batch * count, device=x.device)
         # The engine keeps the heads of a token one after the other.
         flat = x.transpose(1, 2).reshape(batch * count, heads * width)
-        outcomes = self._gather(site, layer, rows, heads * width, first=first, count=count)
+        outcomes = self.cached_outcomes(site, layer, x, first)
         if outcomes is None:
             kept = fake_quantize(flat, scale, self._recipe, operand="kv")
         else:

@@ -26,18 +26,20 @@ class RoutingReplay(AbstractContextManager["RoutingReplay"]):
         model: its routers return (logits [T, E], weights [T, k], experts [T, k]), as those of Mixtral, Qwen3-MoE, OLMoE
             and Qwen3.5-MoE do.
         hints: a file a sequence of the batch, in its order; None leaves that sequence alone.
+        follow: False compares the routes and lets the trainer's stand.
 
     Raises:
         ConfigError: the model has no such router.
         HintFormatError: a file's routes are of another number of layers or experts.
     """
 
-    def __init__(self, model: Any, hints: Sequence[HintFile | None]) -> None:
+    def __init__(self, model: Any, hints: Sequence[HintFile | None], *, follow: bool = True) -> None:
         routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         if not routers:
             raise ConfigError(f"{type(model).__name__}: has no router whose choice can be replayed", field="model")
         self._routes = [_routes(each, len(routers), routers[0].top_k, routers[0].num_experts) for each in hints]
         self._firsts = [0 if each is None else each.first_token for each in hints]
+        self._follow = follow
         self._first = self._count = 0
         self._replayed = self._seen = 0
         decoder = model.get_decoder()
@@ -53,7 +55,7 @@ class RoutingReplay(AbstractContextManager["RoutingReplay"]):
 
     @property
     def agreement(self) -> float:
-        """Share of replayed choices that the trainer's router would have made too; NaN before any."""
+        """Share of the recorded choices that the trainer's router makes too; NaN before any."""
         return self._seen / self._replayed if self._replayed else float("nan")
 
     def _begin(self, module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -71,6 +73,8 @@ class RoutingReplay(AbstractContextManager["RoutingReplay"]):
             own = experts[known]
             self._replayed += own.numel()
             self._seen += int((own.unsqueeze(-1) == chosen[known].unsqueeze(-2)).any(dim=-1).sum())
+            if not self._follow:
+                return output
             chosen = torch.where(known.unsqueeze(-1), chosen, experts)
             probabilities = torch.softmax(logits.float(), dim=-1).gather(-1, chosen)
             if getattr(module, "norm_topk_prob", True):
