@@ -16,7 +16,7 @@ import numpy as np
 from trace_serve.engine.launch import EngineProcess
 from trace_serve.hints import wire
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 480.0
 """Seconds that a test waits for an engine to be ready."""
 
 Options = str | dict[str, Any]
