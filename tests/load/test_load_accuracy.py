@@ -32,18 +32,17 @@ def test_percentiles_are_those_of_the_server_to_two_percent(tmp_path: Path) -> N
     for metric, noted in (("ttft_sent", "first"), ("e2e_sent", "end")):
         latency = report.latency(metric)
         assert latency is not None
+        real_s = sorted(each[noted] for each in served)
         for name, measured_ms in latency.quantiles.items():
-            real_ms = 1000 * float(
-                np.quantile([each[noted] for each in served], float(name) / 100, method="inverted_cdf")
-            )
-            noise_ms = 40 + lag.maximum
+            real_ms = 1000 * real_s[int(float(name) / 100 * len(real_s) + 0.5) - 1]  # as HdrHistogram counts
+            noise_ms = 60 + 3 * lag.maximum
             assert real_ms * 0.98 <= measured_ms <= real_ms * 1.02 + noise_ms, (metric, name)
         nominal_ms = 1000 * (np.median(FIRST_S) + (GAP_S * (TOKENS - 1) if noted == "end" else 0))
         assert latency.quantiles["50"] >= 0.98 * (nominal_ms - 50)  # the lower of the two middle delays
     tpot = report.latency("tpot")
     assert tpot is not None
     # A late first token makes TPOT shorter, so that only the mean over all answers is bounded from below.
-    assert 0.8 * GAP_S * 1000 <= tpot.mean <= 1.02 * GAP_S * 1000 + 40
+    assert 0.8 * GAP_S * 1000 <= tpot.mean <= 1.02 * GAP_S * 1000 + 20 + lag.maximum
 
 
 def test_a_stall_shows_in_an_open_loop_and_hides_in_a_closed_one(tmp_path: Path) -> None:
