@@ -20,7 +20,7 @@ BLOCKS = {
 }
 
 
-def rollout(seed: int, tokens: int, *, first: int = 0, routes: bool = True) -> HintFile:
+def rollout(seed: int, tokens: int, *, first: int = 0, routes: bool = True, recipe: Recipe = RECIPE) -> HintFile:
     """Hints of `tokens` tokens, whose last one has no row; with `first`, the rows before it are absent too."""
     rng = np.random.default_rng(seed)
     ids = np.array(engine_model.token_ids(seed, tokens), dtype=np.int32)[first:-1]
@@ -40,7 +40,7 @@ def rollout(seed: int, tokens: int, *, first: int = 0, routes: bool = True) -> H
     return HintFile(
         token_ids=ids,
         sites=sites,
-        recipe_id=RECIPE.recipe_id,
+        recipe_id=recipe.recipe_id,
         model_digest="",
         weight_versions=((0, len(ids), "step-1"),),
         first_token=first,
