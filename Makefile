@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint audit format bench bench-kernels bench-engine bench-server bench-gpu bench-compare bench-gate bench-load docs architecture deploy-check lock-image doctor clean
+.PHONY: help install quickstart test lint audit format bench bench-kernels bench-engine bench-server bench-gpu bench-compare bench-gate bench-load check-plugs docs architecture deploy-check lock-image doctor clean
 
 help:
 	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
@@ -34,6 +34,7 @@ help:
 	@echo 'make bench-gate     what eval-gate run adds to the time of its arms'
 	@echo 'make bench-compare  time and memory of eval-gate compare on 200,000 recorded results'
 	@echo 'make bench-gpu   bandwidth of the Triton kernels on a card'
+	@echo 'make check-plugs compare what the plugs for trainers rely on with the newest wheels of the trainers'
 	@echo 'make docs        build the pages of docs/ into site/'
 	@echo 'make architecture  draw docs/architecture.svg from the imports of the code'
 	@echo 'make deploy-check  what takes minutes: the steps of the CPU image, CRDs against the models of their projects (needs npm)'
@@ -92,6 +93,9 @@ bench-compare: $(INSTALLED)
 
 bench-gpu: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_gpu.py
+
+check-plugs: $(INSTALLED)
+	$(BIN)/python tools/check_plugs.py
 
 architecture: $(INSTALLED)
 	$(BIN)/python tools/draw_architecture.py
