@@ -24,7 +24,7 @@ COMMANDS: dict[str, Lazy] = {
     "quickstart": Lazy("trace_serve.quickstart:quickstart_command", "Build, gate and serve the sample policies."),
     "serve": Lazy("trace_serve.server.cli:serve", "Serve a policy over HTTP."),
     "admin": Lazy("trace_serve.server.admin.cli:app", "Activate, try and roll back policies of a running server."),
-    "keys": Lazy("trace_serve.server.keys_cli:app", "Make, list and revoke API keys."),
+    "keys": Lazy("trace_serve.server.keys.cli:app", "Make, list and revoke API keys."),
     "policy": Lazy("trace_serve.policy.cli:app", "Build and inspect policies."),
     "hints": Lazy("trace_serve.hints.cli:app", "Inspect and verify hint files."),
     "load": Lazy(

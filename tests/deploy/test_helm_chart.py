@@ -12,7 +12,7 @@ import manifests
 import pytest
 import yaml
 
-from trace_serve.server.metrics import Metrics
+from trace_serve.server.observe.metrics import Metrics
 from trace_serve.server.run import SHUTDOWN_MARGIN_S
 from trace_serve.settings import Settings
 

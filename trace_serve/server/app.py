@@ -18,11 +18,11 @@ from trace_serve.server.errors import ApiError, not_found
 from trace_serve.server.front_end import FrontEnd
 from trace_serve.server.generation import GenerationRoute
 from trace_serve.server.hosts import check_hosts
-from trace_serve.server.hot_routes import HotRoutes
 from trace_serve.server.models_routes import models_router
-from trace_serve.server.rollouts_routes import rollout_router
-from trace_serve.server.route_observer import RouteObserver
-from trace_serve.server.schemas import ChatRequest, CompletionRequest
+from trace_serve.server.observe.route_observer import RouteObserver
+from trace_serve.server.relay.hot_routes import HotRoutes
+from trace_serve.server.rollouts.routes import rollout_router
+from trace_serve.server.schemas.parsing import ChatRequest, CompletionRequest
 from trace_serve.server.service import EngineFactory
 from trace_serve.server.tokenize import tokenize_router
 from trace_serve.server.web import web_router

@@ -9,7 +9,7 @@ import orjson
 from starlette.requests import Request
 
 from trace_serve.server.errors import ApiError, bad_request, too_large
-from trace_serve.server.nesting import check_depth
+from trace_serve.server.schemas.nesting import check_depth
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:

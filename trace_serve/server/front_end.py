@@ -10,18 +10,18 @@ import structlog
 from starlette.requests import Request
 
 from trace_serve.errors import EngineError, TraceServeError
-from trace_serve.server.admission import Admission
+from trace_serve.server.admission.admission import Admission
+from trace_serve.server.admission.rate_limits import RateLimits
 from trace_serve.server.authorization import Authorization
-from trace_serve.server.engine_client import EngineClient
+from trace_serve.server.engines.client import EngineClient
 from trace_serve.server.errors import ApiError, unavailable
-from trace_serve.server.flight import Flight
-from trace_serve.server.keys import Scope
-from trace_serve.server.keys_access import Access, Caller
-from trace_serve.server.metrics import Metrics
-from trace_serve.server.metrics_page import MetricsPage
-from trace_serve.server.observation import Observers
-from trace_serve.server.rate_limits import RateLimits
-from trace_serve.server.rollouts import RolloutStore
+from trace_serve.server.keys.access import Access, Caller
+from trace_serve.server.keys.key import Scope
+from trace_serve.server.observe.metrics import Metrics
+from trace_serve.server.observe.metrics_page import MetricsPage
+from trace_serve.server.observe.observation import Observers
+from trace_serve.server.relay.flight import Flight
+from trace_serve.server.rollouts.store import RolloutStore
 from trace_serve.server.service import EngineFactory, Service
 from trace_serve.server.services import Services
 from trace_serve.settings import Settings

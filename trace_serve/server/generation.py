@@ -10,21 +10,21 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from trace_serve.server.admission.cost import estimate_prompt, surely_fits, token_cost
+from trace_serve.server.admission.rate_limits import Reservation
 from trace_serve.server.bodies import parse_json, read_body
-from trace_serve.server.cost import estimate_prompt, surely_fits, token_cost
+from trace_serve.server.engines.weight_versions import answering, check_loaded, name_answer, name_stream
 from trace_serve.server.errors import ApiError, bad_request
-from trace_serve.server.flight import ClientGoneError, Flight, mint_request_id
 from trace_serve.server.front_end import FrontEnd
-from trace_serve.server.keys_access import Caller
+from trace_serve.server.keys.access import Caller
 from trace_serve.server.limits import check_context, check_limits
 from trace_serve.server.model_names import check_model
-from trace_serve.server.rate_limits import Reservation
-from trace_serve.server.relay import StreamResponse, fetch_answer, open_stream
-from trace_serve.server.rollouts_record import Recording
-from trace_serve.server.schemas import GenerationRequest, parse_request
+from trace_serve.server.relay.flight import ClientGoneError, Flight, mint_request_id
+from trace_serve.server.relay.relay import StreamResponse, fetch_answer, open_stream
+from trace_serve.server.rollouts.record import Recording
+from trace_serve.server.schemas.parsing import GenerationRequest, parse_request
 from trace_serve.server.service import Service
 from trace_serve.server.tool_calls import check_tools
-from trace_serve.server.weight_versions import answering, check_loaded, name_answer, name_stream
 
 CLIENT_GONE_STATUS = 499
 """For logs and metrics only: nobody is left to receive it."""

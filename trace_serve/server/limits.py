@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trace_serve.server.errors import bad_request
-from trace_serve.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from trace_serve.server.schemas.parsing import ChatRequest, CompletionRequest, GenerationRequest
 
 
 @dataclass(frozen=True)

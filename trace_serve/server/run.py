@@ -18,14 +18,14 @@ from trace_serve.errors import EXIT_PASS, ConfigError, TraceServeError
 from trace_serve.server.admin.run import Admin, open_registry
 from trace_serve.server.app import create_app
 from trace_serve.server.authorization import Authorization, authorize_policy
+from trace_serve.server.engines.remote import check_remote
+from trace_serve.server.engines.supervisor import EngineLike
 from trace_serve.server.front_end import FrontEnd
-from trace_serve.server.logging_engine import FollowedEngine
-from trace_serve.server.logging_setup import configure_logging, hide
+from trace_serve.server.observe.logging_engine import FollowedEngine
+from trace_serve.server.observe.logging_setup import configure_logging, hide
 from trace_serve.server.policies.registry import Registry
 from trace_serve.server.protocol import bounded_protocol
-from trace_serve.server.remote import check_remote
 from trace_serve.server.service import EngineFactory
-from trace_serve.server.supervisor import EngineLike
 from trace_serve.server.tls import RenewedTls
 from trace_serve.settings import Settings
 

@@ -11,14 +11,14 @@ import structlog
 
 from trace_serve.errors import EngineError, TraceServeError
 from trace_serve.server.authorization import Authorization
-from trace_serve.server.engine_client import EngineClient, EngineView
+from trace_serve.server.engines.client import EngineClient, EngineView
+from trace_serve.server.engines.remote import remote_addresses
+from trace_serve.server.engines.remote_pool import RemotePool
+from trace_serve.server.engines.supervisor import EngineLike, Supervisor
+from trace_serve.server.engines.weight_versions import header_value
 from trace_serve.server.errors import ApiError, unavailable
-from trace_serve.server.flight import Flight
-from trace_serve.server.remote import remote_addresses
-from trace_serve.server.remote_pool import RemotePool
-from trace_serve.server.supervisor import EngineLike, Supervisor
+from trace_serve.server.relay.flight import Flight
 from trace_serve.server.tokens import PromptCounter
-from trace_serve.server.weight_versions import header_value
 from trace_serve.settings import Settings
 
 log = structlog.get_logger("trace_serve.service")

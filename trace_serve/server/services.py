@@ -12,7 +12,7 @@ import structlog
 
 from trace_serve.errors import TraceServeError
 from trace_serve.server.authorization import Authorization
-from trace_serve.server.engine_client import EngineClient
+from trace_serve.server.engines.client import EngineClient
 from trace_serve.server.errors import unavailable
 from trace_serve.server.policies.shadow import Shadow
 from trace_serve.server.service import EngineFactory, Service

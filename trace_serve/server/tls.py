@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from trace_serve.errors import ConfigError
-from trace_serve.server.keys_private import Stamp, read_private, stamp_of
+from trace_serve.server.keys.private import Stamp, read_private, stamp_of
 
 log = structlog.get_logger("trace_serve.tls")
 

@@ -16,15 +16,15 @@ from fastapi.responses import Response
 from pydantic import Field, StringConstraints
 
 from trace_serve.server.bodies import parse_json, read_body
-from trace_serve.server.engine_client import EngineView
+from trace_serve.server.engines.client import EngineView
 from trace_serve.server.errors import bad_request, engine_failed, engine_silent, unavailable
 from trace_serve.server.front_end import FrontEnd
 from trace_serve.server.model_names import check_model
-from trace_serve.server.schemas import parse_body
-from trace_serve.server.schemas_base import Label, Strict
-from trace_serve.server.schemas_messages import MAX_MESSAGES, Message, conversation_fault
-from trace_serve.server.schemas_tools import MAX_TOOLS, Tool
-from trace_serve.server.sse import failure_of
+from trace_serve.server.relay.sse import failure_of
+from trace_serve.server.schemas.base import Label, Strict
+from trace_serve.server.schemas.messages import MAX_MESSAGES, Message, conversation_fault
+from trace_serve.server.schemas.parsing import parse_body
+from trace_serve.server.schemas.tools import MAX_TOOLS, Tool
 
 PATHS = ("/tokenize", "/v1/tokenize")
 CONCURRENT = 8

@@ -16,8 +16,8 @@ from typing import Any
 
 import structlog
 
-from trace_serve.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from trace_serve.server.schemas_messages import ToolMessage
+from trace_serve.server.schemas.messages import ToolMessage
+from trace_serve.server.schemas.parsing import ChatRequest, CompletionRequest, GenerationRequest
 
 log = structlog.get_logger("trace_serve.tokens")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trace_serve.server.errors import bad_request
-from trace_serve.server.schemas import ChatRequest, GenerationRequest
+from trace_serve.server.schemas.parsing import ChatRequest, GenerationRequest
 from trace_serve.server.service import Service
 from trace_serve.settings import Settings
 

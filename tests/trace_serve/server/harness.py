@@ -20,7 +20,7 @@ import scripted_engine
 from trace_serve.errors import EngineError, TraceServeError
 from trace_serve.recipe import PRESETS
 from trace_serve.server.authorization import Authorization
-from trace_serve.server.logging_setup import configure_logging
+from trace_serve.server.observe.logging_setup import configure_logging
 from trace_serve.server.process import ServerProcess
 from trace_serve.server.run import fail, run_server
 from trace_serve.settings import Settings

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trace_serve.server.admission import Admission
+from trace_serve.server.admission.admission import Admission
 from trace_serve.server.errors import ApiError, unavailable
 
 

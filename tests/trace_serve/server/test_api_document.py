@@ -11,9 +11,9 @@ from harness import DIGEST, RECIPE, Running
 
 from trace_serve.server.app import create_app
 from trace_serve.server.authorization import Authorization
-from trace_serve.server.openapi import document
-from trace_serve.server.openapi_examples import CHAT, COMPLETION, TOKENIZE
-from trace_serve.server.schemas import ChatRequest, CompletionRequest, parse_body, parse_request
+from trace_serve.server.openapi.document import document
+from trace_serve.server.openapi.examples import CHAT, COMPLETION, TOKENIZE
+from trace_serve.server.schemas.parsing import ChatRequest, CompletionRequest, parse_body, parse_request
 from trace_serve.server.tokenize import TokenizeRequest
 from trace_serve.settings import Settings
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trace_serve.server.cost import surely_fits
-from trace_serve.server.schemas import ChatRequest, CompletionRequest
+from trace_serve.server.admission.cost import surely_fits
+from trace_serve.server.schemas.parsing import ChatRequest, CompletionRequest
 
 CONTEXT = 2048
 

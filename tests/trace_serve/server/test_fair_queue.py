@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trace_serve.server.fair_queue import FairQueue
+from trace_serve.server.admission.fair_queue import FairQueue
 
 KEYS = st.sampled_from("abcd")
 

@@ -17,12 +17,12 @@ from pydantic import SecretStr
 
 from trace_serve.cli import main
 from trace_serve.errors import ConfigError
-from trace_serve.server import keys_access
 from trace_serve.server.errors import ApiError
-from trace_serve.server.keys import KeyEntry, KeyLimits, KeyRing, hash_key, mint_key, new_entry
-from trace_serve.server.keys_access import Access
-from trace_serve.server.keys_file import read_keys, write_keys
-from trace_serve.server.keys_private import read_private
+from trace_serve.server.keys import access as keys_access
+from trace_serve.server.keys.access import Access
+from trace_serve.server.keys.file import read_keys, write_keys
+from trace_serve.server.keys.key import KeyEntry, KeyLimits, KeyRing, hash_key, mint_key, new_entry
+from trace_serve.server.keys.private import read_private
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -148,8 +148,8 @@ def test_a_group_may_read_only_what_root_mounted_for_another_user(
     path.write_bytes(b"x")
     real = path.stat()
     shown = os.stat_result((stat.S_IFREG | mode, real.st_ino, real.st_dev, 1, owner, 0, 1, 0, 0, 0))
-    monkeypatch.setattr("trace_serve.server.keys_private.os.geteuid", lambda: me)
-    monkeypatch.setattr("trace_serve.server.keys_private.os.fstat", lambda _: shown)
+    monkeypatch.setattr("trace_serve.server.keys.private.os.geteuid", lambda: me)
+    monkeypatch.setattr("trace_serve.server.keys.private.os.fstat", lambda _: shown)
     if accepted:
         assert read_private(path, flag="--key-file")[0] == b"x"
     else:
@@ -201,7 +201,7 @@ def test_every_entry_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPat
         compared.append(kept)
         return kept == presented
 
-    monkeypatch.setattr("trace_serve.server.keys.hmac.compare_digest", count)
+    monkeypatch.setattr("trace_serve.server.keys.key.hmac.compare_digest", count)
     for index, key in enumerate(keys):
         found = ring.find(key.encode())
         assert found is not None

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from harness import Running
 
-from trace_serve.server.keys import KeyLimits, Scope, new_entry
-from trace_serve.server.keys_file import write_keys
+from trace_serve.server.keys.file import write_keys
+from trace_serve.server.keys.key import KeyLimits, Scope, new_entry
 
 CHAT = "/v1/chat/completions"
 ROLLOUT = "/v1/rollouts/trace-" + "0" * 32 + "/hints"

@@ -14,11 +14,11 @@ import httpx
 import pytest
 from harness import Running
 
-from trace_serve.server.logging_engine import severity_of
-from trace_serve.server.logging_setup import HIDDEN, forget, hide, without_secrets
+from trace_serve.server.observe.logging_engine import severity_of
+from trace_serve.server.observe.logging_setup import HIDDEN, forget, hide, without_secrets
 
 CHAT = "/v1/chat/completions"
-SETUP = "from trace_serve.server.logging_setup import configure_logging, hide; configure_logging"
+SETUP = "from trace_serve.server.observe.logging_setup import configure_logging, hide; configure_logging"
 
 
 def run(code: str) -> list[str]:
@@ -193,8 +193,8 @@ time.sleep(600)
 FOLLOWED = """
 import subprocess, sys, tempfile
 from pathlib import Path
-from trace_serve.server.logging_engine import FollowedEngine
-from trace_serve.server.logging_setup import configure_logging
+from trace_serve.server.observe.logging_engine import FollowedEngine
+from trace_serve.server.observe.logging_setup import configure_logging
 
 class Engine:
     url, api_key, served_name = "", "an-engine-key", ""

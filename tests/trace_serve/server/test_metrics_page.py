@@ -14,7 +14,7 @@ from exposition import families, faults, page, value
 from harness import Running
 from prometheus_client import CollectorRegistry, generate_latest
 
-from trace_serve.server.engine_metrics import MAX_BYTES, EngineCollector, EngineName, EngineSample, merge
+from trace_serve.server.observe.engine_metrics import MAX_BYTES, EngineCollector, EngineName, EngineSample, merge
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

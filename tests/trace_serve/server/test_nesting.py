@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from trace_serve.server.errors import ApiError
-from trace_serve.server.nesting import MAX_DEPTH, check_depth
+from trace_serve.server.schemas.nesting import MAX_DEPTH, check_depth
 
 
 def nested(levels: int, kind: type) -> Any:

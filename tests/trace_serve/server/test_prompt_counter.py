@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness import prepare_policy
 
-from trace_serve.server.schemas import ChatRequest, CompletionRequest, parse_request
+from trace_serve.server.schemas.parsing import ChatRequest, CompletionRequest, parse_request
 from trace_serve.server.tokens import PromptCounter
 
 

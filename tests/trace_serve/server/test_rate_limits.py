@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from trace_serve.server import rate_limits, rate_windows
-from trace_serve.server.cost import estimate_prompt, token_cost
+from trace_serve.server.admission import rate_limits, rate_windows
+from trace_serve.server.admission.cost import estimate_prompt, token_cost
+from trace_serve.server.admission.rate_limits import RateLimits
+from trace_serve.server.admission.rate_windows import WindowStorage
 from trace_serve.server.errors import ApiError
-from trace_serve.server.keys import KeyLimits
-from trace_serve.server.keys_access import Caller
-from trace_serve.server.rate_limits import RateLimits
-from trace_serve.server.rate_windows import WindowStorage
-from trace_serve.server.schemas import ChatRequest, CompletionRequest, parse_request
+from trace_serve.server.keys.access import Caller
+from trace_serve.server.keys.key import KeyLimits
+from trace_serve.server.schemas.parsing import ChatRequest, CompletionRequest, parse_request
 
 
 class Clock:

@@ -17,7 +17,7 @@ from harness import Running
 from remote_engines import KEY, RemoteScript, ask, front_end, ready, wait_until
 
 from trace_serve.errors import ConfigError
-from trace_serve.server.remote import check_remote, remote_addresses
+from trace_serve.server.engines.remote import check_remote, remote_addresses
 from trace_serve.settings import Settings
 
 

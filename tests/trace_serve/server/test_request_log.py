@@ -21,9 +21,9 @@ from harness import Running
 
 from eval_gate.redaction import load_redactor
 from trace_serve.errors import ConfigError
-from trace_serve.server.request_log import MAX_QUEUED_BYTES, RequestLog, open_request_log
-from trace_serve.server.request_log_file import LogFile
-from trace_serve.server.request_log_record import Exchange
+from trace_serve.server.observe.request_log import MAX_QUEUED_BYTES, RequestLog, open_request_log
+from trace_serve.server.observe.request_log_file import LogFile
+from trace_serve.server.observe.request_log_record import Exchange
 from trace_serve.settings import Settings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trace_serve.errors import ConfigError
-from trace_serve.server.request_log_file import LogFile
+from trace_serve.server.observe.request_log_file import LogFile
 
 
 def opened(path: Path, *, max_bytes: int = 1000, files: int = 3) -> LogFile:
@@ -86,7 +86,7 @@ def test_a_line_that_the_disk_has_no_room_for_leaves_nothing(tmp_path: Path) -> 
     path = tmp_path / "requests.jsonl"
     code = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from trace_serve.server.request_log_file import LogFile\n"
+        "from trace_serve.server.observe.request_log_file import LogFile\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (150, 150))\n"
         "file = LogFile(Path(sys.argv[1]), max_bytes=10_000, files=2); file.open()\n"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redactors
 
-from trace_serve.server.request_log_record import (
+from trace_serve.server.observe.request_log_record import (
     MAX_LINE_BYTES,
     Exchange,
     RecordError,

@@ -9,7 +9,7 @@ import pytest
 
 from trace_serve.server.errors import ApiError
 from trace_serve.server.limits import Limits, check_context, check_limits
-from trace_serve.server.schemas import ChatRequest, CompletionRequest, parse_request
+from trace_serve.server.schemas.parsing import ChatRequest, CompletionRequest, parse_request
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 LIMITS = Limits(context_length=512, vocab_size=300)

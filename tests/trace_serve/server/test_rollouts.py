@@ -11,7 +11,7 @@ import pytest
 from harness import Running
 
 from trace_serve.server.errors import ApiError
-from trace_serve.server.rollouts import RolloutStore
+from trace_serve.server.rollouts.store import RolloutStore
 
 CHAT = "/v1/chat/completions"
 

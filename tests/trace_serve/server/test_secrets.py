@@ -16,8 +16,8 @@ import httpx
 import psutil
 from harness import Running, ScriptedEngine
 
-from trace_serve.server.keys import KeyLimits, mint_key, new_entry
-from trace_serve.server.keys_file import write_keys
+from trace_serve.server.keys.file import write_keys
+from trace_serve.server.keys.key import KeyLimits, mint_key, new_entry
 
 CHAT = "/v1/chat/completions"
 SINGLE, FILED, EXPIRED, WRONG = (mint_key() for _ in range(4))

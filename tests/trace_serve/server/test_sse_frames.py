@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from trace_serve.server import sse
-from trace_serve.server.sse import FrameBuffer, FrameError, inspect_frames, is_plain
+from trace_serve.server.relay import sse
+from trace_serve.server.relay.sse import FrameBuffer, FrameError, inspect_frames, is_plain
 
 
 def chunk(**fields: object) -> bytes:

@@ -15,7 +15,7 @@ from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 from otlp_receiver import Receiver
 
 from trace_serve.errors import ConfigError
-from trace_serve.server.telemetry import forwarded, open_telemetry
+from trace_serve.server.observe.telemetry import forwarded, open_telemetry
 from trace_serve.settings import Settings
 
 CHAT = "/v1/chat/completions"
@@ -181,10 +181,11 @@ def test_a_collector_that_is_not_there_costs_no_request(tmp_path: Path) -> None:
 def test_without_an_endpoint_neither_the_sdk_nor_an_exporter_is_imported() -> None:
     code = (
         "import sys; import trace_serve.server.app; from trace_serve.settings import Settings\n"
-        "from trace_serve.server.metrics import Metrics; from trace_serve.server.observation import Observers\n"
+        "from trace_serve.server.observe.metrics import Metrics\n"
+        "from trace_serve.server.observe.observation import Observers\n"
         "assert Observers(Settings(), Metrics()).telemetry is None\n"
         "heavy = ('opentelemetry.sdk', 'opentelemetry.exporter', 'opentelemetry.proto', 'google.protobuf', 'requests',"
-        " 'eval_gate.redaction', 'trace_serve.server.telemetry_otel')\n"
+        " 'eval_gate.redaction', 'trace_serve.server.observe.otel')\n"
         "print([name for name in sys.modules if name.startswith(heavy)])"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "TRACE_SERVE_"))}
@@ -219,7 +220,7 @@ def test_a_protocol_that_is_not_built_in_is_refused() -> None:
 def test_a_missing_extra_stops_a_server_that_was_told_to_export_and_warns_one_that_was_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name == "trace_serve.server.telemetry_otel"]:
+    for name in [name for name in sys.modules if name == "trace_serve.server.observe.otel"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"pip install 'trace-serve\[otel\]'"):

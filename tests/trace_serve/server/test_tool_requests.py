@@ -12,7 +12,7 @@ import pytest
 from harness import Running, prepare_policy
 
 from trace_serve.server.errors import ApiError
-from trace_serve.server.schemas import ChatRequest, parse_request
+from trace_serve.server.schemas.parsing import ChatRequest, parse_request
 from trace_serve.server.tokens import PromptCounter
 
 CHAT = "/v1/chat/completions"

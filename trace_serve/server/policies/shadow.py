@@ -18,9 +18,9 @@ import orjson
 import structlog
 
 from trace_serve.errors import ConfigError
-from trace_serve.server.engine_client import EngineClient
-from trace_serve.server.request_log import Result, open_log
-from trace_serve.server.request_log_record import Exchange
+from trace_serve.server.engines.client import EngineClient
+from trace_serve.server.observe.request_log import Result, open_log
+from trace_serve.server.observe.request_log_record import Exchange
 from trace_serve.server.service import Service
 from trace_serve.settings import Settings
 

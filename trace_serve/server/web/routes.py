@@ -13,7 +13,7 @@ import orjson
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from trace_serve.server.openapi import document
+from trace_serve.server.openapi.document import document
 
 PAGES = {"/": "try.html", "/docs": "docs.html"}
 

@@ -1,0 +1,1 @@
+"""API keys: how they are kept, read, checked and made."""

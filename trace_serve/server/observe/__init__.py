@@ -1,0 +1,1 @@
+"""What is written down: metrics, traces, logs and the request log."""

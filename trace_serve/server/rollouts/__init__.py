@@ -1,0 +1,1 @@
+"""What is kept of a rollout: its record and its hint files."""
