@@ -20,7 +20,7 @@ from eval_gate.arms.records import ErrorClass, Failure
 from trace_serve.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
-    from eval_gate.arms.rounding import Rounding
+    from trace_serve.guided.hf.rounding import Rounding
     from trace_serve.recipe import Recipe
 
 _PACKAGES = "needs torch and transformers; install trace-serve[gate-hf]"
@@ -120,7 +120,7 @@ class TransformersArm:
         except (OSError, ValueError, RuntimeError) as exc:
             raise EngineError(f"hf:{self._directory}: cannot be loaded: {' '.join(str(exc).split())[:300]}") from exc
         if self._recipe is not None:
-            from eval_gate.arms.fake_quantized import fake_quantize
+            from trace_serve.guided.hf.fake_quantized import fake_quantize
 
             layers = fake_quantize(self._model, self._recipe, self._rounding)
             self._experts, self._kv = layers.experts, layers.kv

@@ -1,7 +1,7 @@
 """Rounds a model's operands as the rollouts of its sequences did, from their hint files.
 
-`HintedRounding` is a `Rounding` (eval_gate.arms.rounding): what a fake-quantized transformers model asks for every
-operand. Row t of a hint file is the token at position `first_token + t`; positions without one are rounded to nearest.
+`HintedRounding` is a `Rounding` (`guided.hf.rounding`): what a fake-quantized transformers model asks for every operand.
+Row t of a hint file is the token at position `first_token + t`; positions without one are rounded to nearest.
 """
 
 from __future__ import annotations

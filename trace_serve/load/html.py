@@ -20,7 +20,7 @@ td:first-child, th:first-child { text-align: left; }
 .invalid { color: #b98900; } code { word-break: break-all; } svg { width: 100%; height: auto; }
 svg text { fill: currentColor; font-size: 12px; }
 """
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 760.0, 320.0, 60.0, 40.0
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 760.0, 320.0, 76.0, 40.0
 _PERCENTS = [*range(1, 100), 99.5, 99.9, 99.99]
 _CURVES = {"ttft_scheduled": "--a", "ttft_sent": "--b", "e2e_scheduled": "--c", "e2e_sent": "--d"}
 
@@ -32,7 +32,7 @@ def render_html(report: LoadReport) -> str:
         f"<h1>Load test of {escape(report.host)}</h1>",
         f'<p class="verdict {state}">SLO {state}</p>',
         f"<p>{escape(report.began)} · {escape(_load(report))} · workload {report.plan.workload}"
-        f" · seed {report.plan.seed} · {report.processes} load processes</p>",
+        f" · seed {report.plan.seed} · load processes: {report.processes}</p>",
         _list("Invalid", report.invalid),
         _list("Notes", report.notes),
         _table(
@@ -104,7 +104,9 @@ def _plot(report: LoadReport) -> str:
     shown = [name for name in _CURVES if latencies.count(name) and (report.plan.is_open or name.endswith("_sent"))]
     if not shown:
         return ""
-    curves = {name: [max(value * 1000, 0.1) for value in latencies.curve(name, _PERCENTS)] for name in shown}
+    # A percentile that fewer than one value lies above is the maximum again; the curve ends before it.
+    known = [each for each in _PERCENTS if latencies.count(shown[0]) * (1 - each / 100) >= 1] or _PERCENTS[:1]
+    curves = {name: [max(value * 1000, 0.1) for value in latencies.curve(name, known)] for name in shown}
     low = math.floor(math.log10(min(map(min, curves.values()))))
     high = max(math.ceil(math.log10(max(map(max, curves.values())))), low + 1)
 
@@ -122,7 +124,7 @@ def _plot(report: LoadReport) -> str:
     for percent in (50, 90, 99, 99.9, 99.99):
         parts.append(f'<text x="{x(percent):.1f}" y="{_HEIGHT - 18}" text-anchor="middle">p{percent:g}</text>')
     for row, (name, points) in enumerate(curves.items()):
-        path = "L".join(f"{x(percent):.1f} {y(value):.1f}" for percent, value in zip(_PERCENTS, points, strict=True))
+        path = "L".join(f"{x(percent):.1f} {y(value):.1f}" for percent, value in zip(known, points, strict=True))
         parts.append(f'<path d="M{path}" fill="none" stroke="var({_CURVES[name]})" stroke-width="2"/>')
         key = f'x="{_WIDTH - 104}" y="{24 + 18 * row}" style="fill:var({_CURVES[name]})"'
         parts.append(f"<text {key}>{TITLES[name]}</text>")

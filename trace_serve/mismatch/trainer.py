@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eval_gate.arms.fake_quantized import fake_quantize
-from eval_gate.arms.rounding import NearestRounding, Rounding
 from trace_serve.errors import EngineError
+from trace_serve.guided.hf.fake_quantized import fake_quantize
+from trace_serve.guided.hf.rounding import NearestRounding, Rounding
 from trace_serve.guided.replay import HintedRounding
 from trace_serve.guided.routing import RoutingReplay
 from trace_serve.mismatch.bits import MeasuredRounding

@@ -14,13 +14,13 @@ import pytest
 import torch
 import transformers
 
-from eval_gate.arms.fake_quantized import fake_quantize
 from eval_gate.arms.http import Endpoint, HttpArm
 from eval_gate.arms.records import Role, SampleRecord, read_results
 from eval_gate.arms.source import resolve
 from eval_gate.noise import NoiseFloor
 from eval_gate.preflight import check_arm, compare_arms
 from trace_serve.engine.launch import EngineProcess
+from trace_serve.guided.hf.fake_quantized import fake_quantize
 from trace_serve.policy.manifest import Policy
 from trace_serve.recipe import Recipe
 

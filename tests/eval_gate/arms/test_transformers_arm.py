@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from eval_gate.arms.fake_experts import quantize_experts
 from eval_gate.arms.http import Endpoint
 from eval_gate.arms.records import Role
-from eval_gate.arms.rounding import NearestRounding
 from eval_gate.arms.source import ArmSource, resolve
 from eval_gate.execute import jobs
 from eval_gate.policy import GatePolicy
 from eval_gate.preflight import check_arm, compare_arms
 from eval_gate.queries import Query, QuerySet
 from trace_serve.errors import ConfigError, PolicyError
+from trace_serve.guided.hf.experts import quantize_experts
+from trace_serve.guided.hf.rounding import NearestRounding
 from trace_serve.policy.manifest import Policy
 from trace_serve.recipe import Recipe
 

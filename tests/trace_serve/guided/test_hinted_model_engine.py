@@ -13,9 +13,9 @@ import torch
 import transformers
 from engine_client import decoded, generate
 
-from eval_gate.arms.fake_quantized import fake_quantize
 from trace_serve.engine.launch import EngineProcess
 from trace_serve.errors import ConfigError, HintFormatError
+from trace_serve.guided.hf.fake_quantized import fake_quantize
 from trace_serve.guided.replay import HintedRounding
 from trace_serve.guided.routing import RoutingReplay
 from trace_serve.hints.rows import HintFile

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import plug_fsdp_worker
 import pytest
 import torch
 import transformers
@@ -14,8 +16,8 @@ from plug_rollouts import RECIPE, rollout, tokens_of
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eval_gate.arms.fake_quantized import fake_quantize
 from trace_serve.errors import ConfigError, HintFormatError
+from trace_serve.guided.hf.fake_quantized import fake_quantize
 from trace_serve.guided.plugs.hf import HintedModel, checkpoint_tensors
 from trace_serve.guided.replay import HintedRounding
 from trace_serve.guided.routing import RoutingReplay
@@ -149,30 +151,32 @@ def test_the_trainer_of_transformers_carries_hints_in_its_batches(model: Any, tm
     assert not torch.equal(model.model.layers[0].mlp.experts.down_proj, before)
 
 
-@pytest.fixture
-def gloo(tmp_path: Path) -> Iterator[None]:
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("gloo")
-def test_a_sharded_model_has_the_same_gradients_and_gathers_its_checkpoint(model: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    other = copy.deepcopy(model)
-    HintedModel(model, RECIPE)
-    loss(model, 1, 20).backward()
-    hinted = HintedModel(other, RECIPE)
-    other.gradient_checkpointing_enable(hinted.checkpointing())
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    for layer in other.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(other, mesh=mesh)
-    loss(other, 1, 20).backward()
-    assert same({name: each.full_tensor() for name, each in gradients(other).items()}, gradients(model))
-    assert same(checkpoint_tensors(other), checkpoint_tensors(model))
+def test_ranks_that_share_a_model_average_the_gradients_of_their_own_hints(
+    plain: Any, engine_model: Path, tmp_path: Path
+) -> None:
+    store, out = tmp_path / "store", tmp_path / "rank0.pt"
+    command = [sys.executable, plug_fsdp_worker.__file__, str(engine_model), str(store), str(out)]
+    ranks = [subprocess.Popen([*command, str(rank), "2"], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        for rank in ranks:
+            errors = rank.communicate(timeout=300)[1]
+            assert rank.returncode == 0, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    alone = []
+    for seed, tokens in plug_fsdp_worker.SEQUENCES:
+        model = copy.deepcopy(plain).train()
+        HintedModel(model, RECIPE)
+        loss(model, seed, tokens).backward()
+        alone.append(gradients(model))
+    found = torch.load(out)
+    assert found["gradients"].keys() == alone[0].keys() | alone[1].keys()
+    for name, gradient in found["gradients"].items():
+        parts = [each.get(name, torch.zeros_like(gradient)).float() for each in alone]
+        torch.testing.assert_close(gradient.float(), sum(parts) / 2, rtol=0.02, atol=1e-5)
+    assert same(found["checkpoint"], load_file(engine_model / "model.safetensors"))
 
 
 def test_the_weights_to_push_have_the_names_and_values_of_the_checkpoint(model: Any, engine_model: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from eval_gate.arms.fake_attention import quantize_kv
-from eval_gate.arms.fake_experts import quantize_experts
-from eval_gate.arms.rounding import NearestRounding, Rounding
+from trace_serve.guided.hf.attention import quantize_kv
+from trace_serve.guided.hf.experts import quantize_experts
+from trace_serve.guided.hf.rounding import NearestRounding, Rounding
 from trace_serve.recipe import Recipe
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from eval_gate.arms.rounding import Rounding, rotated
 from trace_serve import nvfp4
 from trace_serve.errors import ConfigError
+from trace_serve.guided.hf.rounding import Rounding, rotated
 from trace_serve.recipe import Recipe
 
 _IMPLEMENTATION = "trace_serve_fake_quantized"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval_gate.arms.rounding import Rounding, rotated
 from trace_serve.errors import ConfigError
+from trace_serve.guided.hf.rounding import Rounding, rotated
 from trace_serve.recipe import Recipe
 
 _BASE = "sdpa"

@@ -14,10 +14,10 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import silu
 
-from eval_gate.arms.fake_quantized import fake_quantize
-from eval_gate.arms.rounding import NearestRounding
 from trace_serve import nvfp4
 from trace_serve.errors import ConfigError
+from trace_serve.guided.hf.fake_quantized import fake_quantize
+from trace_serve.guided.hf.rounding import NearestRounding
 from trace_serve.recipe import Recipe
 
 PROMPT = torch.tensor([engine_model.token_ids(5, 24)])
