@@ -1,6 +1,6 @@
 """Rounds a model's operands as the rollouts of its sequences did, from their hint files.
 
-`HintedRounding` is a `Rounding` (`guided.hf.rounding`): what a fake-quantized transformers model asks for every operand.
+`HintedRounding` is a `Rounding` (`guided.hf.rounding`): what a fake-quantized transformers model asks for each operand.
 Row t of a hint file is the token at position `first_token + t`; positions without one are rounded to nearest.
 """
 
