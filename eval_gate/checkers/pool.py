@@ -184,17 +184,26 @@ class _Worker:
         environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
         if self._limits.code_without_isolation:
             environment[WITHOUT_ISOLATION] = "1"
-        self._process = process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "eval_gate.checkers.worker"),
-            str(self._limits.memory_mb),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env=environment,
-            limit=_LINE_LIMIT,
-            # Ctrl-C at a terminal is for the gate, which ends its workers itself.
-            start_new_session=True,
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "eval_gate.checkers.worker"),
+                str(self._limits.memory_mb),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env=environment,
+                limit=_LINE_LIMIT,
+                # Ctrl-C at a terminal is for the gate, which ends its workers itself.
+                start_new_session=True,
+            )
         )
+        try:
+            self._process = process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # Cancelled between fork and pipes, asyncio waits for ever for the end of a process that has ended.
+            self._process = await starting
+            await self.stop()
+            raise
         assert process.stdout is not None
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):

@@ -73,3 +73,16 @@ async def test_checks_that_nobody_waits_for_any_more_are_dropped_and_start_no_pr
     assert len(waiting) == 5
     assert all(task.cancelled() for task in waiting)
     assert all(worker._process is None for worker in pool._workers)
+
+
+async def test_a_check_that_is_cancelled_while_its_process_starts_ends_and_leaves_none() -> None:
+    for turns in range(12):
+        pool = Counting()
+        async with pool:
+            task = asyncio.ensure_future(pool.grade_many([(EXACT, "yes")]))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert pool._workers[0]._process is None
