@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,15 @@ from trace_serve.guided.plugs.hf import HintedModel, checkpoint_tensors
 from trace_serve.guided.replay import HintedRounding
 from trace_serve.guided.routing import RoutingReplay
 from trace_serve.recipe import Recipe
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Products this small only lose time to threads that wait for a core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -154,17 +165,19 @@ def test_the_trainer_of_transformers_carries_hints_in_its_batches(model: Any, tm
 def test_ranks_that_share_a_model_average_the_gradients_of_their_own_hints(
     plain: Any, engine_model: Path, tmp_path: Path
 ) -> None:
-    store, out = tmp_path / "store", tmp_path / "rank0.pt"
+    store, out, log = tmp_path / "store", tmp_path / "rank0.pt", tmp_path / "log"
     command = [sys.executable, plug_fsdp_worker.__file__, str(engine_model), str(store), str(out)]
-    ranks = [subprocess.Popen([*command, str(rank), "2"], stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    try:
-        for rank in ranks:
-            errors = rank.communicate(timeout=300)[1]
-            assert rank.returncode == 0, errors
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with log.open("w") as file:
+        ranks = [
+            subprocess.Popen([*command, str(rank), "2"], env=environment, stdout=file, stderr=file) for rank in range(2)
+        ]
+        try:
+            assert [rank.wait(timeout=300) for rank in ranks] == [0, 0], log.read_text()
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
     alone = []
     for seed, tokens in plug_fsdp_worker.SEQUENCES:
         model = copy.deepcopy(plain).train()

@@ -7,6 +7,7 @@ is what `test_plug_contracts` checks.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -39,6 +40,15 @@ class Engine:
         packed = torch.cat([*ids, torch.zeros(4, dtype=torch.int64)]).unsqueeze(0)
         inputs = {"input_ids": packed, "attention_mask": None, "position_ids": torch.cat(positions).unsqueeze(0)}
         return inputs, {"pad_size": 4}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Products this small only lose time to threads that wait for a core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
