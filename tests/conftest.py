@@ -32,6 +32,14 @@ hypothesis.settings.load_profile("project")
 CHUNK = 64
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Two test processes with a pool of threads each would wait for one another; engines choose for themselves."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def engine_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_engine_model(tmp_path_factory.mktemp("models") / "tiny")

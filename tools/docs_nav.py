@@ -23,10 +23,11 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "security",
     ),
     "Gate": ("gate-queries", "gate-statistics", "verdict", "attribute", "gate-in-a-pipeline"),
+    "Train": ("trainers", "mismatch"),
     "Deploy": ("deployment", "load-tests", "upgrading-sglang"),
     "Inside": ("architecture", "kernels", "engine-speed", "server-speed", "sample-recipes", "benchmarks"),
 }
-WRITTEN_LATER = frozenset({"policies", "serving", "operations", "security", "load-tests", "server-speed", "benchmarks"})
+WRITTEN_LATER = frozenset({"benchmarks"})
 
 
 def pages(directory: Path) -> list[dict[str, list[str]]]:

@@ -32,15 +32,15 @@ def quantize_experts(model: Any, recipe: Recipe, rounding: Rounding) -> int:
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _forward)
+    ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, experts_forward)
     count = 0
     for name, module in model.named_modules():
         if not name.endswith(".experts"):
             continue
-        layer = _layer_of(name)
+        layer = layer_of(name)
         if not recipe.quantizes_experts(layer):
             continue
-        _check(name, module)
+        check_experts(name, module)
         with torch.no_grad():
             for weights, parts in ((module.gate_up_proj, 2), (module.down_proj, 1)):
                 for matrix in weights:
@@ -54,11 +54,13 @@ def quantize_experts(model: Any, recipe: Recipe, rounding: Rounding) -> int:
     return count
 
 
-def _layer_of(name: str) -> int:
+def layer_of(name: str) -> int:
+    """The layer that a module's name has."""
     return next(int(part) for part in reversed(name.split(".")) if part.isdecimal())
 
 
-def _check(name: str, module: Any) -> None:
+def check_experts(name: str, module: Any) -> None:
+    """Raises ConfigError unless the experts are of the layout and activation that `experts_forward` computes."""
     weights = [getattr(module, attribute, None) for attribute in ("gate_up_proj", "down_proj")]
     usual = all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights)
     if not usual or getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
@@ -68,7 +70,7 @@ def _check(name: str, module: Any) -> None:
         raise ConfigError(f"{name}: activation {activation} or biases, expected SiLU without biases", field="training")
 
 
-def _forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """hidden [T, H], chosen [T, K] expert indices, weights [T, K] to [T, H].
 
     Products are BF16, SiLU and its product with the up projection are FP32 and rounded once, experts are summed in FP32

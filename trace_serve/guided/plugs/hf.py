@@ -17,7 +17,8 @@ from torch import Tensor
 
 from trace_serve import nvfp4
 from trace_serve.errors import ConfigError
-from trace_serve.guided.plugs.fake import Rounding, check_experts, experts_forward, layer_of, rotated
+from trace_serve.guided.hf.experts import check_experts, experts_forward, layer_of
+from trace_serve.guided.hf.rounding import Rounding, rotated
 from trace_serve.guided.plugs.micro_batch import MicroBatches, on_cpu
 from trace_serve.guided.rule import TAU_ALIGNED
 from trace_serve.recipe import Recipe

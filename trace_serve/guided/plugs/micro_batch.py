@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from trace_serve.errors import ConfigError
+from trace_serve.guided.hf.rounding import NearestRounding, Rounding
 from trace_serve.guided.plugs.alignment import aligned
-from trace_serve.guided.plugs.fake import NearestRounding, Rounding
 from trace_serve.guided.replay import HintedRounding
 from trace_serve.guided.routing import RoutingReplay
 from trace_serve.guided.rule import TAU_ALIGNED

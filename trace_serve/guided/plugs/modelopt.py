@@ -19,7 +19,8 @@ from torch import Tensor
 
 from trace_serve import nvfp4
 from trace_serve.errors import ConfigError
-from trace_serve.guided.plugs.fake import layer_of, rotated
+from trace_serve.guided.hf.experts import layer_of
+from trace_serve.guided.hf.rounding import rotated
 from trace_serve.guided.plugs.micro_batch import MicroBatches
 from trace_serve.guided.rule import TAU_ALIGNED
 from trace_serve.recipe import BLOCK, Recipe
