@@ -152,7 +152,8 @@ def _advice(policy: Policy, found: dict[str, Distance], probes: Sequence[Row]) -
     dims = load_dims(str(policy.path))
     default = next(scheme for scheme in SCHEMES if scheme.key == "default")
     full = default.bytes_per_token(dims)
-    good = [row for row in probes if row.distance.k3 <= enough]
+    fewer = [row for row in probes if len(row.variant.layers(dims.layers)) < dims.layers]
+    good = [row for row in fewer if row.distance.k3 <= enough]
     if not good:
         return f"every layer needs hints ({full:,.0f} B a token): each smaller choice loses more than 5 % of the gain"
 

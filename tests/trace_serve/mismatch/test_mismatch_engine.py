@@ -33,8 +33,8 @@ def test_hints_in_every_layer_bring_the_trainer_to_the_rollout(measured: Measure
     for site in ("experts_in", "k", "v"):
         assert found["trace"].bits_differ[site] < found["qat"].bits_differ[site]
     assert found["bf16"].bits_differ == {}
-    assert found["trace"].gradient_cosine == pytest.approx(1)
-    assert found["qat"].gradient_cosine < 1 - 1e-4
+    assert found["trace"].gradient_cosine == pytest.approx(1, abs=1e-5)
+    assert found["qat"].gradient_cosine < found["trace"].gradient_cosine
 
 
 def test_the_probe_recommends_layers_with_their_cost(measured: Measurement) -> None:
