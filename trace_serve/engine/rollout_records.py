@@ -31,6 +31,15 @@ def ask(request: Any) -> None:
         request.return_text_in_logprobs = False  # the text of each token costs a call of the tokenizer
 
 
+def version_of(meta: dict[str, Any]) -> str | None:
+    """The label of the weights that sampled an answer's last token; of an answer without tokens, what SGLang says.
+
+    SGLang's own `weight_version` does not follow an update that came without a label.
+    """
+    spans = (meta.get("weight_version_spans") or {}).get("sampled") or []
+    return str(spans[-1][2]) if spans else meta.get("weight_version")
+
+
 def record(content: dict[str, Any]) -> dict[str, Any]:
     """The record of one choice.
 

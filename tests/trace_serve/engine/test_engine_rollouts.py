@@ -6,6 +6,7 @@ import base64
 import json
 import urllib.request
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from engine_client import events
 from trace_serve.engine.launch import EngineProcess
 from trace_serve.engine.rollout_records import VERSION_HEADER
 from trace_serve.hints import wire
+from trace_serve.policy import Policy
 
 pytestmark = pytest.mark.engine
 
@@ -70,11 +72,27 @@ def test_an_answer_without_the_wish_says_nothing_of_tokens(fp4_engine: EnginePro
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_an_update_without_a_label_shows_in_streams_and_whole_answers(
+    fp4_engine: EngineProcess, fp4_policy: Policy, route: str
+) -> None:
+    done = fp4_engine.request("/update_weights_from_disk", {"model_path": str(fp4_policy.path)}, timeout_s=120)
+    assert done["success"], done
+    label = fp4_engine.request("/trace/report")["weights"]["label"]
+    assert "+" in label
+    assert fp4_engine.request(route, request(fp4_engine, route))["metadata"]["weight_version"] == label
+    a_stream_names_the_weights_of_its_first_token(fp4_engine, route)
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
 def test_a_stream_names_the_weights_of_its_first_token(fp4_engine: EngineProcess, route: str) -> None:
+    a_stream_names_the_weights_of_its_first_token(fp4_engine, route)
+
+
+def a_stream_names_the_weights_of_its_first_token(fp4_engine: EngineProcess, route: str) -> None:
     data = json.dumps(request(fp4_engine, route, stream=True)).encode()
     headers = {"Authorization": f"Bearer {fp4_engine.api_key}", "Content-Type": "application/json"}
     with urllib.request.urlopen(
         urllib.request.Request(fp4_engine.url + route, data=data, headers=headers), timeout=60
     ) as answer:
-        assert answer.headers[VERSION_HEADER] == fp4_engine.request("/trace/report")["weights"]["label"]
+        assert unquote(answer.headers[VERSION_HEADER]) == fp4_engine.request("/trace/report")["weights"]["label"]
         answer.read()

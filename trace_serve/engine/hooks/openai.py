@@ -55,7 +55,7 @@ class _Tap:
         if self._hints:
             found[FIELD] = [self._hints.get(i) for i in range(max(self._hints) + 1)]
         if self._last:
-            found["weight_version"] = self._last[min(self._last)]["meta_info"].get("weight_version")
+            found["weight_version"] = rollout_records.version_of(self._last[min(self._last)]["meta_info"])
             found[rollout_records.FIELD] = [rollout_records.record(self._last[i]) for i in sorted(self._last)]
         return found
 

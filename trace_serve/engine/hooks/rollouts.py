@@ -8,8 +8,9 @@ from urllib.parse import quote
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from trace_serve.engine import rollout_records
+from trace_serve.engine import rollout_records, state
 from trace_serve.engine.hooks.base import Hook
+from trace_serve.engine.refit import status
 
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _COMPLETIONS = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
@@ -27,7 +28,8 @@ async def _stream(
     response = await original(self, adapted_request, request, raw_request)
     if response.status_code == 200:
         # A trainer's label may be any text, and a header is ASCII.
-        response.headers[rollout_records.VERSION_HEADER] = quote(self.tokenizer_manager.config_value("weight_version"))
+        label = status.read(state.get().spec.run_dir).label
+        response.headers[rollout_records.VERSION_HEADER] = quote(label)
     return response
 
 
