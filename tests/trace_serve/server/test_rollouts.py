@@ -76,7 +76,8 @@ def test_a_failed_answer_leaves_no_record_and_says_so(client: httpx.Client) -> N
 
 def test_a_rollout_that_still_runs_is_not_there_yet(client: httpx.Client) -> None:
     with client.stream("POST", CHAT, json=body("tokens=400 delay=0.05", return_rollout=True, stream=True)) as answer:
-        next(answer.iter_bytes())
+        pieces = answer.iter_bytes()  # kept: an iterator that is dropped closes the stream
+        next(pieces)
         running = client.get(f"/v1/rollouts/{answer.headers['x-trace-rollout']}")
     assert (running.status_code, running.json()["error"]["code"]) == (404, "rollout_running")
 
