@@ -21,6 +21,7 @@ from trace_serve.server.authorization import Authorization, authorize_policy
 from trace_serve.server.engines.remote import check_remote
 from trace_serve.server.engines.supervisor import EngineLike
 from trace_serve.server.front_end import FrontEnd
+from trace_serve.server.listening import listen
 from trace_serve.server.observe.logging_engine import FollowedEngine
 from trace_serve.server.observe.logging_setup import configure_logging, hide
 from trace_serve.server.policies.registry import Registry
@@ -149,7 +150,7 @@ def run_server(
         server_header=False,
         timeout_graceful_shutdown=int(settings.drain_s + SHUTDOWN_MARGIN_S),
     )
-    listener = _listen(settings.host, settings.port)
+    listener = listen(settings.host, settings.port)
     log.info("listening", host=settings.host, port=listener.getsockname()[1], tls=tls.context is not None)
     server = _Server(config, front, tls)
     server.run(sockets=[listener])
@@ -157,17 +158,6 @@ def run_server(
         log.error("gave_up", reason=str(front.failure))
         return front.failure.exit_code
     return EXIT_PASS
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as exc:
-        raise ConfigError(
-            f"--host, --port: cannot listen on {host}:{port} ({exc.strerror}); choose another or stop what uses it",
-            field="port",
-        ) from exc
 
 
 class _Server(uvicorn.Server):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import uvicorn
 from trace_serve.errors import ConfigError, TraceServeError
 from trace_serve.server.admin.app import create_admin_app
 from trace_serve.server.front_end import FrontEnd
+from trace_serve.server.listening import listen
 from trace_serve.server.policies.activation import Activator
 from trace_serve.server.policies.audit import AuditLog
 from trace_serve.server.policies.digests import DigestCache
@@ -86,7 +86,7 @@ class Admin:
         self._settings, self._front, self._registry = settings, front, registry
         self._audit = None if registry is None else AuditLog(state_dir(settings) / "audit.jsonl")
         self._tls = RenewedTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-        self._listener = _listen(settings.admin_host, settings.admin_port)
+        self._listener = listen(settings.admin_host, settings.admin_port, prefix="admin_", backlog=64)
         self._activator: Activator | None = None
         self._server: _Quiet | None = None
         self._task: asyncio.Task[None] | None = None
@@ -161,14 +161,3 @@ class _Quiet(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=64)
-    except OSError as exc:
-        raise ConfigError(
-            f"--admin-host, --admin-port: cannot listen on {host}:{port} ({exc.strerror}); choose another",
-            field="admin_port",
-        ) from exc
