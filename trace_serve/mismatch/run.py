@@ -11,7 +11,7 @@ from trace_serve.errors import ConfigError
 from trace_serve.mismatch.metrics import Distance
 from trace_serve.mismatch.rollout import Rollout, roll_out
 from trace_serve.mismatch.variants import PROBES, VARIANTS, Variant
-from trace_serve.plan.schemes import SCHEMES
+from trace_serve.plan.schemes import scheme
 from trace_serve.policy.dims import load_dims
 from trace_serve.policy.manifest import Policy
 
@@ -150,8 +150,7 @@ def _advice(policy: Policy, found: dict[str, Distance], probes: Sequence[Row]) -
     everything, nothing = found[REFERENCE].k3, found["qat"].k3
     enough = everything + 0.05 * max(nothing - everything, 0.0)
     dims = load_dims(str(policy.path))
-    default = next(scheme for scheme in SCHEMES if scheme.key == "default")
-    full = default.bytes_per_token(dims)
+    full = scheme("default").bytes_per_token(dims)
     fewer = [row for row in probes if len(row.variant.layers(dims.layers)) < dims.layers]
     good = [row for row in fewer if row.distance.k3 <= enough]
     if not good:

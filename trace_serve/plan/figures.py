@@ -13,14 +13,9 @@ from trace_serve.plan.roofline import (
     kv_sequence_bytes,
     weight_bytes,
 )
-from trace_serve.plan.schemes import SCHEMES, Scheme
+from trace_serve.plan.schemes import SCHEMES, Scheme, scheme
 from trace_serve.plan.workload import Workload
 from trace_serve.policy.dims import ModelDims
-
-PAPER_HINT_BITS = 1.5
-"""One mantissa bit a value and the whole scale byte."""
-DEFAULT_HINT_BITS = 1.0625
-"""One mantissa bit a value and the lowest bit of the scale byte."""
 
 
 @dataclass(frozen=True)
@@ -70,24 +65,24 @@ def scheme_rows(model: ModelDims, load: Workload) -> list[dict[str, object]]:
     `share_of_link` is the part of the network link that the hints of a full NVFP4 memory decoding at its roofline take.
     """
     rate = filled_tokens_per_second(model, load, NVFP4_BITS, state=bool(model.state_values))
-    return [_scheme_row(scheme, model, load, rate) for scheme in SCHEMES]
+    return [_scheme_row(each, model, load, rate) for each in SCHEMES]
 
 
-def _scheme_row(scheme: Scheme, model: ModelDims, load: Workload, rate: float) -> dict[str, object]:
-    size = scheme.bytes_per_token(model)
+def _scheme_row(row: Scheme, model: ModelDims, load: Workload, rate: float) -> dict[str, object]:
+    size = row.bytes_per_token(model)
     step = size * load.step_tokens
     return {
-        "key": scheme.key,
-        "label": scheme.label,
-        "offered": scheme.offered,
-        "bits_per_value": scheme.bits,
+        "key": row.key,
+        "label": row.label,
+        "offered": row.offered,
+        "bits_per_value": row.bits,
         "bytes_per_token": size,
         "bytes_per_step": step,
         "link_minutes": step / load.link_gb_s / 1e9 / 60,
         "disk_hours": step / load.disk_gb_s / 1e9 / 3600,
         "share_of_link": size * rate / (load.link_gb_s * 1e9),
-        "repaired": scheme.repaired,
-        "kl": scheme.kl,
+        "repaired": row.repaired,
+        "kl": row.kl,
     }
 
 
@@ -101,11 +96,8 @@ def _ratio(key: str, label: str, value: float) -> Figure:
 
 def _hint_figures(model: ModelDims, load: Workload) -> tuple[Figure, ...]:
     values = model.hinted_values()
-    deeper = model.hinted_values(model.layers // 2)
-    full = values * NVFP4_BITS / 8
+    full, default, paper = (scheme(key).bytes_per_token(model) for key in ("full", "default", "paper"))
     step = full * load.step_tokens
-    default = values * DEFAULT_HINT_BITS / 8
-    paper = deeper * PAPER_HINT_BITS / 8
     minutes, hours = step / load.link_gb_s / 1e9 / 60, step / load.disk_gb_s / 1e9 / 3600
     default_step = default * load.step_tokens
     return (

@@ -47,3 +47,8 @@ SCHEMES = (
     Scheme("syndrome", "syndrome-coded bit + scale bit", 0.317, False, "> 99.7 %", 0.0003, False),
     Scheme("bound", "Slepian-Wolf bound", 0.105, False, "-", None, False),
 )
+
+
+def scheme(key: str) -> Scheme:
+    """The scheme of that key, one of `SCHEMES`."""
+    return next(each for each in SCHEMES if each.key == key)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from trace_serve.errors import ConfigError, ShapeError
-from trace_serve.guided.outcomes import Outcomes, unpack_bits
-from trace_serve.guided.quantize import guided_fake_quantize, guided_quantize
+from trace_serve.guided.outcomes import Outcomes, ScaleKind, unpack_bits
+from trace_serve.guided.quantize import Mode, guided_fake_quantize, guided_quantize
 from trace_serve.nvfp4 import dequantize, e2m1, e4m3, hint_bits, quantize, quantize_tokens, unpack
 from trace_serve.nvfp4.quantize import Quantized
 from trace_serve.recipe import PRESETS, Recipe
@@ -25,12 +26,12 @@ def values(seed: int, rows: int = 64, columns: int = 256) -> Tensor:
     return (x * torch.exp(2 * torch.randn(rows, 1, generator=generator))).to(torch.bfloat16)
 
 
-def outcomes_of(kept: Quantized, scale_kind: str = "lsb", *, codes: bool = False) -> Outcomes:
+def outcomes_of(kept: Quantized, scale_kind: ScaleKind = "lsb", *, codes: bool = False) -> Outcomes:
     scales = {"lsb": kept.scales & 1, "byte": kept.scales, "none": None}[scale_kind]
     return Outcomes(
         bits=hint_bits(kept.codes),
         scales=scales,
-        scale_kind=scale_kind,  # type: ignore[arg-type]
+        scale_kind=scale_kind,
         global_scale=kept.global_scale,
         codes=unpack(kept.codes) if codes else None,
     )
@@ -53,7 +54,7 @@ def quantized(x: Tensor, recipe: Recipe) -> tuple[Quantized, float | None]:
 @pytest.mark.parametrize("scale_kind", ["lsb", "byte", "none"])
 @pytest.mark.parametrize("tau", [0.5, 0.25])
 @pytest.mark.parametrize("name", sorted(WITHOUT_SEARCH))
-def test_hints_that_equal_the_own_codes_give_bitwise_nearest(name: str, tau: float, scale_kind: str) -> None:
+def test_hints_that_equal_the_own_codes_give_bitwise_nearest(name: str, tau: float, scale_kind: ScaleKind) -> None:
     recipe = WITHOUT_SEARCH[name]
     x = values(0)
     x[3] = 0
@@ -69,7 +70,7 @@ def test_hints_that_equal_the_own_codes_give_bitwise_nearest(name: str, tau: flo
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("scale_kind", ["lsb", "byte"])
-def test_a_trainer_that_differs_by_rounding_alone_gets_the_rollouts_values(seed: int, scale_kind: str) -> None:
+def test_a_trainer_that_differs_by_rounding_alone_gets_the_rollouts_values(seed: int, scale_kind: ScaleKind) -> None:
     rollout = values(seed)
     noise = 1 + 0.004 * torch.randn(rollout.shape, generator=torch.Generator().manual_seed(seed + 100))
     trainer = (rollout.float() * noise).to(torch.bfloat16)
@@ -147,11 +148,11 @@ def test_a_replay_gives_the_rollouts_values_whatever_the_trainer_has() -> None:
 
 
 @pytest.mark.parametrize("mode", ["nearest", "guided", "replay"])
-def test_the_gradient_passes_unchanged(mode: str) -> None:
+def test_the_gradient_passes_unchanged(mode: Mode) -> None:
     x = values(5).float().requires_grad_()
     kept = quantize_tokens(values(6), RECIPE)
     upstream = torch.randn(x.shape)
-    out = guided_fake_quantize(x, outcomes_of(kept, "byte", codes=True), RECIPE, mode=mode)  # type: ignore[arg-type]
+    out = guided_fake_quantize(x, outcomes_of(kept, "byte", codes=True), RECIPE, mode=mode)
     out.backward(upstream)
     assert torch.equal(x.grad, upstream)
 
@@ -202,10 +203,10 @@ def test_lowest_bits_cannot_tell_which_scale_4over6_chose() -> None:
         {"codes": torch.zeros(64, 255, dtype=torch.uint8)},
     ],
 )
-def test_outcomes_of_another_tensor_are_refused(change: dict[str, object]) -> None:
+def test_outcomes_of_another_tensor_are_refused(change: dict[str, Any]) -> None:
     kept = quantize_tokens(values(12), RECIPE)
     with pytest.raises(ShapeError) as caught:
-        guided_quantize(values(12), replace(outcomes_of(kept), **change), RECIPE)  # type: ignore[arg-type]
+        guided_quantize(values(12), replace(outcomes_of(kept), **change), RECIPE)
     assert caught.value.field == next(iter(change))
 
 

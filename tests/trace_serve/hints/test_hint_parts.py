@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -147,7 +146,7 @@ def test_a_long_trajectory_is_read_and_written_in_bounded_memory(tmp_path: Path)
     )
     wire.write(tmp_path / "long", whole)
     program = """
-import resource, sys
+import sys
 from trace_serve.hints.reader import HintReader
 from trace_serve.hints.writer import HintWriter
 def resident():
@@ -165,7 +164,6 @@ print(resident() - before)
     assert (tmp_path / "copy").read_bytes() == (tmp_path / "long").read_bytes()
     assert (tmp_path / "long").stat().st_size > 80 << 20
     assert int(done.stdout) < 40_000, "kB of anonymous memory"
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
 
 
 def siblings(shared: int, count: int = 3) -> dict[str, wire.HintFile]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,6 @@ def test_an_unchanged_directory_is_read_once_even_by_another_process(
     directory: Path, tmp_path: Path, reads: list[Path]
 ) -> None:
     cache = DigestCache(tmp_path / "digests.json")
-    assert cache.peek(directory) is None
     expected = digest_directory(directory)
     assert [cache.lookup(directory) for _ in range(3)] == [expected] * 3
     assert DigestCache(tmp_path / "digests.json").lookup(directory) == expected
@@ -67,11 +67,10 @@ def removed(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [edited_in_place, replaced, added, removed])
-def test_every_change_is_noticed(directory: Path, reads: list[Path], change: object) -> None:
+def test_every_change_is_noticed(directory: Path, reads: list[Path], change: Callable[[Path], None]) -> None:
     cache = DigestCache()
     cache.lookup(directory)
-    change(directory)  # type: ignore[operator]
-    assert cache.peek(directory) is None
+    change(directory)
     assert cache.lookup(directory) == digest_directory(directory)
     assert len(reads) == 2
 

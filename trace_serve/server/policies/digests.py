@@ -38,16 +38,6 @@ class DigestCache:
             known = self._known.get(str(directory))
         return known[1] if known is not None and known[0] == before else self.recompute(directory)
 
-    def peek(self, directory: Path) -> str | None:
-        """The digest if it is known and still right; reads no file's contents.
-
-        Raises:
-            PolicyError: see `list_files`.
-        """
-        with self._lock:
-            known = self._known.get(str(directory))
-        return known[1] if known is not None and known[0] == fingerprint(directory) else None
-
     def recompute(self, directory: Path) -> str:
         """Reads every byte, and remembers the digest if no file changed meanwhile.
 
