@@ -11,6 +11,7 @@ Outcomes that equal the trainer's own give bitwise what `nearest` gives.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -92,6 +93,33 @@ def guided_quantize(
     return _merge(followed, nearest, outcomes.present)
 
 
+def normalized(
+    x: Tensor,
+    outcomes: Outcomes,
+    recipe: Recipe,
+    *,
+    operand: Operand = "activations",
+    global_scale: float | None = None,
+) -> Tensor:
+    """The trainer's values divided by the rollout's scales, which is what `guided` rounds: fp32 [..., K].
+
+    Args, Raises: as `guided_quantize`; the bits of `outcomes` are not used.
+    """
+    check_blocks(x)
+    outcomes.check(x)
+    shared = _shared_scale(_own_scale(x, recipe, global_scale), outcomes.global_scale)
+    return _normalized(x, outcomes, shared, rules(recipe, operand)).u.reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class _Normalized:
+    """Values under the rollout's scales: fp32 [..., B, 16]; scale bytes and which blocks are finite [..., B]."""
+
+    u: Tensor
+    scale_bytes: Tensor
+    usable: Tensor
+
+
 def _own_scale(x: Tensor, recipe: Recipe, given: Tensor | float | None) -> GlobalScale:
     if given is None:
         return token_global_scale(x, recipe)
@@ -115,7 +143,7 @@ def _replayed(outcomes: Outcomes, shared: GlobalScale) -> Quantized:
     return Quantized(packing.pack(outcomes.codes), outcomes.scales, shared.decode)
 
 
-def _followed(x: Tensor, outcomes: Outcomes, shared: GlobalScale, applied: Rules, tau: float) -> Quantized:
+def _normalized(x: Tensor, outcomes: Outcomes, shared: GlobalScale, applied: Rules) -> _Normalized:
     encode = (shared.decode.reciprocal() if shared.encode is None else shared.encode).unsqueeze(-1)
     decode = shared.decode.unsqueeze(-1) if shared.encode is None else encode.reciprocal()
     blocks = x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
@@ -127,12 +155,16 @@ def _followed(x: Tensor, outcomes: Outcomes, shared: GlobalScale, applied: Rules
         u = blocks / divisor.unsqueeze(-1)
     else:
         u = blocks * divisor.reciprocal().clamp(max=FLOAT32_MAX).unsqueeze(-1)
-    u = u.masked_fill((divisor == 0).unsqueeze(-1), 0)
-    bits = unpack_bits(outcomes.bits).reshape(u.shape)
-    codes = follow_parity(u, bits, tau=tau)
+    return _Normalized(u.masked_fill((divisor == 0).unsqueeze(-1), 0), scale_byte, usable)
+
+
+def _followed(x: Tensor, outcomes: Outcomes, shared: GlobalScale, applied: Rules, tau: float) -> Quantized:
+    found = _normalized(x, outcomes, shared, applied)
+    bits = unpack_bits(outcomes.bits).reshape(found.u.shape)
+    codes = follow_parity(found.u, bits, tau=tau)
     # A block that the rollout's scale made zero has no parity to follow: all its codes are 0.
-    codes = codes.masked_fill((scale_byte == 0).unsqueeze(-1), 0)
-    scale_byte = scale_byte.masked_fill(~usable, e4m3.NAN_BYTE)
+    codes = codes.masked_fill((found.scale_bytes == 0).unsqueeze(-1), 0)
+    scale_byte = found.scale_bytes.masked_fill(~found.usable, e4m3.NAN_BYTE)
     return Quantized(packing.pack(codes.reshape(x.shape)), scale_byte, shared.decode)
 
 
