@@ -35,8 +35,8 @@ class MoreFile:
     def __init__(self, path: Path, bits_sha256: str) -> None:
         self._path, self._bits_sha256 = path, bits_sha256
 
-    def words(self, site: str, layer: int, blocks: Sequence[int]) -> Words:
-        """The words of the syndromes that the packed file does not have: uint64 [n, 16 - k].
+    def words(self, site: str, layer: int, blocks: Sequence[int], start: int, stop: int) -> Words:
+        """Words `start` to `stop - 1` of those that the packed file does not have: uint64 [n, stop - start].
 
         Args:
             layer: its place among the site's layers.
@@ -44,24 +44,21 @@ class MoreFile:
         Raises:
             HintFormatError: the file is missing, damaged or of another rollout.
         """
-        return self._read(f"{site}.words", layer, blocks)
+        return self._read(f"{site}.words", layer, blocks, slice(8 * start, 8 * stop), stop - start)
 
     def raw(self, site: str, layer: int, blocks: Sequence[int]) -> Words:
         """Whole blocks, uint64 [n, 32]; raises as `words`."""
-        found = self._read(f"{site}.raw", layer, blocks)
-        if found.shape[1] != COLUMNS:
-            raise self._damaged(f"{site}.raw", f"blocks of {found.shape[1]} words, expected {COLUMNS}")
-        return found
+        return self._read(f"{site}.raw", layer, blocks, slice(None), COLUMNS)
 
-    def _read(self, name: str, layer: int, blocks: Sequence[int]) -> Words:
+    def _read(self, name: str, layer: int, blocks: Sequence[int], part: slice, words: int) -> Words:
         import safetensors
 
         file = self._file
         try:
-            part = file.get_slice(name)
-            return np.stack([np.asarray(part[layer, block]) for block in blocks]).view("<u8")
+            tensor = file.get_slice(name)
+            return np.stack([tensor[layer, block, part] for block in blocks]).view("<u8").reshape(len(blocks), words)
         except (safetensors.SafetensorError, ValueError, IndexError) as exc:
-            raise self._damaged(name, str(exc)) from exc
+            raise HintFormatError(f"{self._path} {name}: {exc}; the file is damaged", field=name) from exc
 
     @cached_property
     def _file(self) -> Any:
@@ -80,6 +77,3 @@ class MoreFile:
                 field="bits_sha256",
             )
         return file
-
-    def _damaged(self, name: str, reason: str) -> HintFormatError:
-        return HintFormatError(f"{self._path} {name}: {reason}; the file is damaged", field=name)
