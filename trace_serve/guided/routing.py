@@ -41,7 +41,7 @@ class RoutingReplay(AbstractContextManager["RoutingReplay"]):
         self._firsts = [0 if each is None else each.first_token for each in hints]
         self._follow = follow
         self._first = self._count = 0
-        self._replayed = self._seen = 0
+        self._replayed, self._seen = [0] * len(routers), [0] * len(routers)
         decoder = model.get_decoder()
         self._handles = [decoder.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for layer, router in enumerate(routers):
@@ -56,7 +56,13 @@ class RoutingReplay(AbstractContextManager["RoutingReplay"]):
     @property
     def agreement(self) -> float:
         """Share of the recorded choices that the trainer's router makes too; NaN before any."""
-        return self._seen / self._replayed if self._replayed else float("nan")
+        return sum(self._seen) / sum(self._replayed) if any(self._replayed) else float("nan")
+
+    @property
+    def agreements(self) -> tuple[float, ...]:
+        """The same for each router."""
+        pairs = zip(self._seen, self._replayed, strict=True)
+        return tuple(seen / replayed if replayed else float("nan") for seen, replayed in pairs)
 
     def _begin(self, module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         tokens = next(x for x in (*arguments, named.get("input_ids"), named.get("inputs_embeds")) if x is not None)
@@ -71,8 +77,8 @@ class RoutingReplay(AbstractContextManager["RoutingReplay"]):
             if not bool(known.any()):
                 return output
             own = experts[known]
-            self._replayed += own.numel()
-            self._seen += int((own.unsqueeze(-1) == chosen[known].unsqueeze(-2)).any(dim=-1).sum())
+            self._replayed[layer] += own.numel()
+            self._seen[layer] += int((own.unsqueeze(-1) == chosen[known].unsqueeze(-2)).any(dim=-1).sum())
             if not self._follow:
                 return output
             chosen = torch.where(known.unsqueeze(-1), chosen, experts)

@@ -1,15 +1,56 @@
-"""Distances between the log-probabilities that a trainer and a rollout give to the same sampled tokens."""
+"""Distances between what a trainer and a rollout think of the same sampled tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+Floats = NDArray[np.float64]
+
 CLIP = 5.0
 """Importance ratios outside [1 / CLIP, CLIP] are clipped, as trainers do."""
 QUANTILES = (0.01, 0.5, 0.99)
+REPLICATES = 2000
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Top:
+    """The K most probable tokens of a rollout at S positions, in falling order.
+
+    Attributes:
+        ids: int64 [S, K].
+        logprobs: float64 [S, K], natural logarithms.
+    """
+
+    ids: NDArray[np.int64]
+    logprobs: Floats
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One rollout's S sampled positions in a training-time version.
+
+    Attributes:
+        delta: float64 [S], log p_trainer - log p_rollout of the sampled token.
+        kl: float64 [S], see `divergence`.
+        agrees: bool [S], see `same_top`.
+    """
+
+    delta: Floats
+    kl: Floats
+    agrees: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A percentile interval at 95 %."""
+
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -21,52 +62,98 @@ class Distance:
         abs_delta: mean |d|.
         k1: mean -d, the plain estimate of KL(rollout || trainer).
         k3: mean ratio - 1 - d, its estimate that is never negative (Schulman, 2020).
+        kl: mean KL(rollout || trainer) of the next-token distributions, see `divergence`.
+        top1: share of positions where both sides find the same token most probable.
         ratio_quantiles: of the ratio, at `QUANTILES`.
         ratio_max: the largest ratio.
         clipped: share of tokens whose ratio is clipped.
-        router_agreement: share of the rollout's expert choices that the trainer's router makes too, or None.
-        bits_differ: share of values whose code has another lowest bit, by site; empty where nothing is quantized.
-        gradient_cosine: mean over layers of the cosine to the reference gradient; None where it was not computed.
+        intervals: of `abs_delta`, `k3`, `kl` and `top1`, rollouts drawn with replacement; empty for a single rollout.
     """
 
     tokens: int
     abs_delta: float
     k1: float
     k3: float
+    kl: float
+    top1: float
     ratio_quantiles: tuple[float, ...]
     ratio_max: float
     clipped: float
-    router_agreement: float | None
-    bits_differ: dict[str, float]
-    gradient_cosine: float | None = None
+    intervals: dict[str, Interval]
 
 
-def distance(
-    trainer: NDArray[np.float64],
-    rollout: NDArray[np.float64],
-    *,
-    router_agreement: float | None = None,
-    bits_differ: dict[str, float] | None = None,
-) -> Distance:
-    """Compares two arrays of log-probabilities [N], natural logarithms.
+def divergence(top: Top, trainer: Floats) -> Floats:
+    """KL(rollout || trainer) at S positions, with all tokens that are not in `top` as one outcome.
+
+    Merging outcomes never raises a divergence, so this is a lower bound of the one over the whole vocabulary.
+
+    Args:
+        trainer: float64 [S, K], its log-probabilities of the tokens in `top`.
+
+    Returns:
+        float64 [S].
+    """
+    p, q = np.exp(top.logprobs), np.exp(trainer)
+    with np.errstate(invalid="ignore"):
+        inside = np.where(p > 0, p * (top.logprobs - trainer), 0.0).sum(axis=1)
+    rest_p, rest_q = 1 - p.sum(axis=1), 1 - q.sum(axis=1)
+    # Below this the remainders are what rounding left of 1 - 1.
+    tiny = 1e-6
+    rest = rest_p * np.log(np.maximum(rest_p, tiny) / np.maximum(rest_q, tiny))
+    found: Floats = inside + np.where(rest_p > tiny, rest, 0.0)
+    return found
+
+
+def same_top(top: Top, trainer: Floats, largest: Floats) -> NDArray[np.bool_]:
+    """Whether a most probable token of the rollout is one of the trainer's; BF16 logits tie.
+
+    Args:
+        trainer: float64 [S, K], its log-probabilities of the tokens in `top`.
+        largest: float64 [S], its largest log-probability over the whole vocabulary.
+    """
+    most = top.logprobs == top.logprobs[:, :1]
+    agrees: NDArray[np.bool_] = np.where(most, trainer, -np.inf).max(axis=1) == largest
+    return agrees
+
+
+def distance(scores: Sequence[Scores]) -> Distance:
+    """Over every position of some rollouts.
 
     Raises:
-        ValueError: no tokens, another shape, or a value that is not finite.
+        ValueError: no positions, arrays of another shape, or a value that is not finite.
     """
-    if trainer.shape != rollout.shape or trainer.ndim != 1 or not trainer.size:
-        raise ValueError(f"log-probabilities: got shapes {trainer.shape} and {rollout.shape}, expected one [N], N > 0")
-    if not (np.isfinite(trainer).all() and np.isfinite(rollout).all()):
-        raise ValueError("log-probabilities: got a value that is not finite")
-    delta = trainer - rollout
+    for each in scores:
+        if each.delta.ndim != 1 or each.kl.shape != each.delta.shape or each.agrees.shape != each.delta.shape:
+            raise ValueError(
+                f"scores: got shapes {each.delta.shape}, {each.kl.shape}, {each.agrees.shape}, expected [S]"
+            )
+    delta = np.concatenate([each.delta for each in scores]) if scores else np.empty(0)
+    if not delta.size:
+        raise ValueError("scores: got no positions, expected at least one")
+    if not all(np.isfinite(each.delta).all() and np.isfinite(each.kl).all() for each in scores):
+        raise ValueError("scores: got a value that is not finite")
     ratio = np.exp(delta)
+    columns = {
+        "abs_delta": [np.abs(each.delta) for each in scores],
+        "k3": [np.expm1(each.delta) - each.delta for each in scores],
+        "kl": [each.kl for each in scores],
+        "top1": [each.agrees.astype(np.float64) for each in scores],
+    }
+    means = {name: float(np.concatenate(parts).mean()) for name, parts in columns.items()}
     return Distance(
         tokens=int(delta.size),
-        abs_delta=float(np.abs(delta).mean()),
         k1=float(-delta.mean()),
-        k3=float((np.expm1(delta) - delta).mean()),
         ratio_quantiles=tuple(float(value) for value in np.quantile(ratio, QUANTILES)),
         ratio_max=float(ratio.max()),
         clipped=float(((ratio > CLIP) | (ratio < 1 / CLIP)).mean()),
-        router_agreement=router_agreement,
-        bits_differ=bits_differ or {},
+        intervals={name: _interval(parts) for name, parts in columns.items()} if len(scores) > 1 else {},
+        **means,
     )
+
+
+def _interval(parts: Sequence[Floats]) -> Interval:
+    """Of the mean over all tokens: tokens of a rollout depend on each other, so whole rollouts are drawn."""
+    sums, sizes = np.array([part.sum() for part in parts]), np.array([part.size for part in parts])
+    drawn = np.random.default_rng(SEED).integers(len(parts), size=(REPLICATES, len(parts)))
+    means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+    return Interval(*(float(value) for value in np.quantile(means, (0.025, 0.975))))

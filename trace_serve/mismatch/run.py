@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trace_serve.errors import ConfigError
+import torch
+
 from trace_serve.mismatch.metrics import Distance
-from trace_serve.mismatch.rollout import Rollout, roll_out
-from trace_serve.mismatch.variants import PROBES, VARIANTS, Variant
-from trace_serve.plan.schemes import scheme
-from trace_serve.policy.dims import load_dims
-from trace_serve.policy.manifest import Policy
+from trace_serve.mismatch.probe import advice
+from trace_serve.mismatch.quads import roll_out_quads
+from trace_serve.mismatch.rollout import Rollout, Sampling, roll_out
+from trace_serve.mismatch.sites import SiteShares
+from trace_serve.mismatch.subject import Subject
+from trace_serve.mismatch.trainer import Trainer, cosines
+from trace_serve.mismatch.variants import VARIANTS, Variant, probes
 
 REFERENCE = "trace"
 """The variant whose gradient the others are compared with."""
@@ -26,142 +29,144 @@ class Options:
     Attributes:
         prompts, tokens: rollouts, and sampled tokens of each.
         temperature: of sampling.
-        sites: hint sites that the engine keeps.
+        top: most probable tokens of a position that distributions are compared on.
+        mid: whether the engine keeps hints of the experts' second product too.
+        quads: whether rollouts of QUADS are sampled and measured too.
         gradients: rollouts whose gradients are compared; 0 leaves them out.
-        probe: whether variants that skip layers are measured too.
+        probe: whether variants that do without some hints are measured too.
+        threads: of torch, for the training side. Threads that wait for each other on busy cores are slower than one.
     """
 
     prompts: int = 8
     tokens: int = 64
     temperature: float = 1.0
-    sites: tuple[str, ...] = ("experts_in", "k", "v")
+    top: int = 1000
+    mid: bool = False
+    quads: bool = True
     gradients: int = 0
     probe: bool = False
+    threads: int = 1
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant's distances."""
+    """One variant; `gradient` is the mean cosine to the reference by layer, empty where it was not computed."""
 
     variant: Variant
     distance: Distance
+    router: tuple[float, ...]
+    sites: dict[str, SiteShares]
+    gradient: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Everything that a report shows."""
+    """Everything that a report shows.
 
-    policy: str
-    recipe_id: str
+    Attributes:
+        hint_bytes: a token, at the sites that were kept: lowest bits and whole scale bytes.
+        advice: what the probe recommends, or None.
+    """
+
+    subject: Subject
     options: Options
-    hint_bytes_per_token: int
+    sites: tuple[str, ...]
+    hint_bytes: int
     rows: tuple[Row, ...]
     probes: tuple[Row, ...]
     advice: str | None
 
 
 def measure(
-    policy: Policy,
+    subject: Subject,
     prompts: Sequence[Sequence[int]],
     options: Options,
     *,
     log_path: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Measurement:
-    """Measures a policy whose weights are BF16 on disk.
+    """Samples rollouts and compares every training-time version with them.
 
     Args:
-        policy: the policy; its directory is both the rollout's model and the trainer's.
+        subject: the model and the recipe of its rollouts.
         prompts: token ids.
         options: what to measure.
         log_path: file for the engine's output.
         progress: told what goes on.
 
     Raises:
-        ConfigError: packed weights, or a recipe that quantizes nothing.
+        ConfigError: the model has parts that cannot be quantized in transformers.
         EngineError: the engine or the model failed.
     """
-    if policy.format != "bf16":
-        raise ConfigError(
-            f"{policy.path}: experts are packed on disk, expected BF16; measure the policy that they were built from",
-            field="policy",
-        )
-    if policy.recipe.experts == "bf16" and policy.recipe.kv == "bf16":
-        raise ConfigError(f"{policy.path}: its recipe quantizes nothing, so there is no mismatch", field="recipe")
-    rollouts = roll_out(
-        policy.path,
-        policy.recipe,
-        prompts,
-        tokens=options.tokens,
-        temperature=options.temperature,
-        sites=options.sites,
-        log_path=log_path,
-        progress=progress,
+    torch.set_num_threads(options.threads)
+    sampling = Sampling(options.tokens, options.temperature, options.top)
+    sites = subject.sites(mid=options.mid)
+    engine = roll_out(
+        subject.path, subject.recipe, prompts, sampling, sites=sites, log_path=log_path, progress=progress
     )
-    variants = (*VARIANTS, *(PROBES if options.probe else ()))
-    found = _distances(policy, rollouts, variants, options, progress)
-    rows = tuple(Row(variant, found[variant.key]) for variant in VARIANTS)
-    probes = tuple(Row(variant, found[variant.key]) for variant in PROBES if variant.key in found)
+    quads: list[Rollout] = []
+    # The second pass is one over activations.
+    if options.quads and subject.recipe.experts == "w4a4":
+        quads = roll_out_quads(subject.path, subject.recipe, prompts, sampling, progress)
+    variants = [variant for variant in VARIANTS if quads or not variant.quads]
+    probed = [each for each in probes(subject.dims.layers) if options.probe and _applies(each, sites)]
+    found = _rows(subject, engine, quads, [*variants, *probed], options, progress)
+    rows = tuple(found[variant.key] for variant in variants)
+    extra = tuple(found[variant.key] for variant in probed)
     return Measurement(
-        policy=f"{policy.name}@{policy.version}",
-        recipe_id=policy.recipe_id,
+        subject=subject,
         options=options,
-        hint_bytes_per_token=sum(site.bytes_per_token for site in rollouts[0].hints.sites),
+        sites=sites,
+        hint_bytes=sum(site.bytes_per_token for site in engine[0].hints.sites),
         rows=rows,
-        probes=probes,
-        advice=_advice(policy, found, probes) if probes else None,
+        probes=extra,
+        advice=advice(subject.dims, found["qat"], found["trace"], extra) if extra else None,
     )
 
 
-def _distances(
-    policy: Policy,
-    rollouts: Sequence[Rollout],
+def _applies(probe: Variant, sites: Sequence[str]) -> bool:
+    """Whether a choice of sites leaves out some of those that there are, and not all."""
+    return probe.sites is None or 0 < len(set(probe.sites) & set(sites)) < len(sites)
+
+
+def _rows(
+    subject: Subject,
+    engine: Sequence[Rollout],
+    quads: Sequence[Rollout],
     variants: Sequence[Variant],
     options: Options,
     progress: Callable[[str], None],
-) -> dict[str, Distance]:
+) -> dict[str, Row]:
     """Variants grouped by what the model is quantized under, so that one model is in memory at a time."""
-    from trace_serve.mismatch.trainer import Trainer, cosine
-
     groups: dict[Any, list[Variant]] = {}
-    for variant in variants:
-        groups.setdefault(variant.recipe(policy.recipe), []).append(variant)
-    # The group with the reference gradient first.
-    ordered = sorted(groups.items(), key=lambda item: all(variant.key != REFERENCE for variant in item[1]))
-    found: dict[str, Distance] = {}
+    # The group with the reference gradient first, and in it the reference.
+    for variant in sorted(variants, key=lambda each: each.key != REFERENCE):
+        groups.setdefault(variant.recipe(subject.recipe), []).append(variant)
+    found: dict[str, Row] = {}
     references: list[Any] = []
-    for recipe, members in ordered:
-        trainer = Trainer(policy.path, recipe, policy.recipe)
-        for variant in sorted(members, key=lambda each: each.key != REFERENCE):
-            progress(f"measuring {variant.label}")
-            distance = trainer.measure(variant, rollouts)
-            if options.gradients and variant in VARIANTS:
-                own = [trainer.gradients(variant, rollout) for rollout in rollouts[: options.gradients]]
-                if variant.key == REFERENCE:
-                    references = own
-                cosines = [cosine(mine, reference) for mine, reference in zip(own, references, strict=True)]
-                distance = replace(distance, gradient_cosine=sum(cosines) / len(cosines))
-            found[variant.key] = distance
+    for recipe, members in groups.items():
+        progress("loading the model in transformers")
+        trainer = Trainer(subject.path, recipe, subject.recipe)
+        for variant in members:
+            progress(f"measuring {variant.label} ({len(found) + 1} of {len(variants)})")
+            listed = variant in VARIANTS
+            measured = trainer.measure(variant, quads if variant.quads else engine, sites=listed)
+            gradient: tuple[float, ...] = ()
+            if listed and not variant.quads:
+                gradient = _gradient(trainer, variant, engine[: options.gradients], references)
+            found[variant.key] = Row(variant, measured.distance, measured.router, measured.sites, gradient)
     return found
 
 
-def _advice(policy: Policy, found: dict[str, Distance], probes: Sequence[Row]) -> str:
-    """Which layers need hints, and what that costs: the cheapest probe that loses little against all layers."""
-    everything, nothing = found[REFERENCE].k3, found["qat"].k3
-    enough = everything + 0.05 * max(nothing - everything, 0.0)
-    dims = load_dims(str(policy.path))
-    full = scheme("default").bytes_per_token(dims)
-    fewer = [row for row in probes if len(row.variant.layers(dims.layers)) < dims.layers]
-    good = [row for row in fewer if row.distance.k3 <= enough]
-    if not good:
-        return f"every layer needs hints ({full:,.0f} B a token): each smaller choice loses more than 5 % of the gain"
-
-    def cost(row: Row) -> float:
-        layers = row.variant.layers(dims.layers)
-        return full * len(layers) / dims.layers
-
-    best = min(good, key=cost)
-    return (
-        f"{best.variant.label.removeprefix('TRACE ')}: k3 {best.distance.k3:.4f} against {everything:.4f} with all "
-        f"layers, about {cost(best):,.0f} of {full:,.0f} B a token"
-    )
+def _gradient(
+    trainer: Trainer, variant: Variant, rollouts: Sequence[Rollout], references: list[Any]
+) -> tuple[float, ...]:
+    """Mean over rollouts of the cosine to the references by layer; the reference itself fills them first."""
+    total: Any = None
+    for index, rollout in enumerate(rollouts):
+        own = trainer.gradients(variant, rollout)
+        if variant.key == REFERENCE:
+            references.append(own)
+        each = cosines(own, references[index])
+        total = each if total is None else total + each
+    return () if total is None else tuple((total / len(rollouts)).tolist())

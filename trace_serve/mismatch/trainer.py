@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from trace_serve.errors import EngineError
@@ -17,11 +16,27 @@ from trace_serve.guided.hf.fake_quantized import fake_quantize
 from trace_serve.guided.hf.rounding import NearestRounding, Rounding
 from trace_serve.guided.replay import HintedRounding
 from trace_serve.guided.routing import RoutingReplay
-from trace_serve.mismatch.bits import MeasuredRounding
-from trace_serve.mismatch.metrics import Distance, distance
+from trace_serve.mismatch.metrics import Distance, Scores, distance, divergence, same_top
 from trace_serve.mismatch.rollout import Rollout
+from trace_serve.mismatch.sites import MeasuredRounding, SiteShares, shares
 from trace_serve.mismatch.variants import Variant
 from trace_serve.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One variant against some rollouts.
+
+    Attributes:
+        distance: over every sampled token.
+        router: share of the rollouts' expert choices that the trainer's router makes too, by MoE layer; empty where
+            there are no routes to compare with.
+        sites: what differs before it is guided, by site; empty where nothing is quantized.
+    """
+
+    distance: Distance
+    router: tuple[float, ...]
+    sites: dict[str, SiteShares]
 
 
 class Trainer:
@@ -38,13 +53,7 @@ class Trainer:
     """
 
     def __init__(self, directory: Path, recipe: Recipe | None, rollout_recipe: Recipe) -> None:
-        import transformers
-
-        transformers.utils.logging.disable_progress_bar()
-        try:
-            self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
-        except (OSError, ValueError, RuntimeError) as exc:
-            raise EngineError(f"{directory}: cannot be loaded: {' '.join(str(exc).split())[:300]}") from exc
+        self._model = load_model(directory)
         self.layers = int(self._model.config.get_text_config().num_hidden_layers)
         self._rollout_recipe = rollout_recipe
         self._rounding: _Switch | None = None
@@ -53,66 +62,86 @@ class Trainer:
             fake_quantize(self._model, recipe, self._rounding)
         self._routed = any(type(module).__name__.endswith("TopKRouter") for module in self._model.modules())
 
-    def measure(self, variant: Variant, rollouts: Sequence[Rollout]) -> Distance:
-        """Distances over every sampled token of the rollouts."""
-        own: list[NDArray[np.float64]] = []
-        theirs: list[NDArray[np.float64]] = []
-        agreements: list[tuple[float, int]] = []
+    def measure(self, variant: Variant, rollouts: Sequence[Rollout], *, sites: bool = True) -> Measured:
+        """Distances over every sampled token of the rollouts; `sites` counts what differs at each site too."""
+        scores: list[Scores] = []
+        routers: list[Tensor] = []
         measured: list[MeasuredRounding] = []
         for rollout in rollouts:
-            rounding = self._prepare(variant, rollout)
-            if rounding is not None:
+            rounding = self._prepare(variant, rollout, sites)
+            if isinstance(rounding, MeasuredRounding):
                 measured.append(rounding)
             with self._routes(variant, rollout) as routes, torch.inference_mode():
-                scores = self._scores(rollout)
-            sampled = rollout.sampled
-            assert rollout.hints.logprobs is not None
-            own.append(scores.double().numpy()[sampled])
-            theirs.append(rollout.hints.logprobs.astype(np.float64)[sampled])
+                logprobs = self._logprobs(rollout)
+                ids = torch.from_numpy(rollout.top.ids)
+                top = logprobs.gather(-1, ids).double().numpy()
+                own = logprobs.gather(-1, _next(rollout)).squeeze(-1).double().numpy()
+                largest = logprobs.amax(dim=-1).double().numpy()
+            agrees = same_top(rollout.top, top, largest)
+            scores.append(Scores(own - rollout.logprobs, divergence(rollout.top, top), agrees))
             if routes is not None:
-                agreements.append((routes.agreement, rollout.hints.rows))
-        rows = sum(count for _, count in agreements)
-        return distance(
-            np.concatenate(own),
-            np.concatenate(theirs),
-            router_agreement=sum(share * count for share, count in agreements) / rows if rows else None,
-            bits_differ=MeasuredRounding.shares(measured),
-        )
+                routers.append(torch.tensor(routes.agreements, dtype=torch.float64) * rollout.hints.rows)
+        rows = sum(rollout.hints.rows for rollout in rollouts)
+        router = tuple((torch.stack(routers).sum(dim=0) / rows).tolist()) if routers else ()
+        return Measured(distance(scores), router, shares(measured))
 
     def gradients(self, variant: Variant, rollout: Rollout) -> dict[int, Tensor]:
-        """Gradient of the mean log-probability of the sampled tokens, fp32, flattened, by layer."""
-        self._prepare(variant, rollout)
+        """Gradient of the mean log-probability of the sampled tokens, BF16, flattened, by layer."""
+        self._prepare(variant, rollout, sites=False)
         self._model.zero_grad(set_to_none=True)
         with self._routes(variant, rollout), torch.enable_grad():
-            scores = self._scores(rollout)
-            torch.autograd.backward(scores[torch.from_numpy(rollout.sampled)].mean())
+            torch.autograd.backward(self._logprobs(rollout).gather(-1, _next(rollout)).mean())
         found: dict[int, list[Tensor]] = {}
         for name, weight in self._model.named_parameters():
             layer = next((int(part) for part in name.split(".") if part.isdecimal()), None)
             if layer is not None and weight.grad is not None:
-                found.setdefault(layer, []).append(weight.grad.float().flatten())
+                found.setdefault(layer, []).append(weight.grad.flatten())
         self._model.zero_grad(set_to_none=True)
         return {layer: torch.cat(parts) for layer, parts in found.items()}
 
-    def _scores(self, rollout: Rollout) -> Tensor:
+    def _logprobs(self, rollout: Rollout) -> Tensor:
+        """fp32 [S, V] at the sampled positions."""
         tokens = torch.from_numpy(rollout.tokens)
-        logits = self._model(tokens[:-1].unsqueeze(0), use_cache=False).logits[0].float()
-        return torch.log_softmax(logits, dim=-1).gather(-1, tokens[1:].unsqueeze(-1)).squeeze(-1)
+        hidden = self._model(tokens[:-1].unsqueeze(0), use_cache=False).logits[0]
+        logits = hidden[torch.from_numpy(rollout.sampled)].float()
+        return torch.log_softmax(logits / rollout.temperature, dim=-1)
 
-    def _prepare(self, variant: Variant, rollout: Rollout) -> MeasuredRounding | None:
+    def _prepare(self, variant: Variant, rollout: Rollout, sites: bool) -> Rounding | None:
         if self._rounding is None or variant.weights_only:
             return None
-        layers = list(variant.layers(self.layers)) if variant.rounds == "guided" else []
-        guided = HintedRounding(self._rollout_recipe, [rollout.hints], layers=layers)
-        every = HintedRounding(self._rollout_recipe, [rollout.hints])
-        measured = MeasuredRounding(guided, every, self._rollout_recipe)
-        self._rounding.current = measured
-        return measured
+        recipe = self._rollout_recipe
+        layers = list(variant.layers(self.layers)) if variant.rounds in ("guided", "replay") else []
+        chosen: Rounding
+        chosen = guided = HintedRounding(recipe, [variant.seen(rollout.hints)], layers=layers, sites=variant.sites)
+        if sites:
+            chosen = MeasuredRounding(guided, HintedRounding(recipe, [rollout.hints]), recipe)
+        self._rounding.current = chosen
+        return chosen
 
     def _routes(self, variant: Variant, rollout: Rollout) -> Any:
         if not self._routed or rollout.hints.routed_experts is None:
             return nullcontext(None)
         return RoutingReplay(self._model, [rollout.hints], follow=variant.routing)
+
+
+def load_model(directory: Path) -> Any:
+    """A transformers model in BF16, in evaluation mode.
+
+    Raises:
+        EngineError: it cannot be loaded.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    except (OSError, ValueError, RuntimeError) as exc:
+        raise EngineError(f"{directory}: cannot be loaded: {' '.join(str(exc).split())[:300]}") from exc
+
+
+def _next(rollout: Rollout) -> Tensor:
+    """int64 [S, 1], the sampled tokens."""
+    return torch.from_numpy(rollout.tokens[1:][rollout.sampled]).unsqueeze(-1)
 
 
 class _Switch:
@@ -137,8 +166,7 @@ class _Switch:
         return self.current.values(layer, x, first)
 
 
-def cosine(own: dict[int, Tensor], reference: dict[int, Tensor]) -> float:
-    """Mean over layers of the cosine between two gradients."""
-    pairs = [(own[layer], reference[layer]) for layer in sorted(reference) if layer in own]
-    each = [torch.nn.functional.cosine_similarity(a, b, dim=0) for a, b in pairs]
-    return float(torch.stack(each).mean())
+def cosines(own: dict[int, Tensor], reference: dict[int, Tensor]) -> Tensor:
+    """Cosine between two gradients, float64 [layers], layer by layer."""
+    pairs = ((own[layer].double(), reference[layer].double()) for layer in sorted(reference))
+    return torch.stack([a.dot(b) / (a.norm() * b.norm()) for a, b in pairs])

@@ -1,4 +1,4 @@
-"""Distances between log-probabilities, against values worked out by hand and against each other."""
+"""Distances against values worked out by hand, against each other, and against whole distributions."""
 
 from __future__ import annotations
 
@@ -10,70 +10,102 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from trace_serve.mismatch.metrics import distance
-from trace_serve.mismatch.variants import PROBES, VARIANTS
-from trace_serve.recipe import Recipe
+from trace_serve.mismatch.metrics import Scores, Top, distance, divergence, same_top
 
-LOGPROBS = arrays(np.float64, st.integers(1, 40), elements=st.floats(-12, 0))
+DELTAS = arrays(np.float64, st.integers(1, 40), elements=st.floats(-12, 12))
+
+
+def scores(delta: object, kl: object = None, agrees: object = None) -> Scores:
+    array = np.array(delta, dtype=np.float64)
+    return Scores(
+        array,
+        np.zeros_like(array) if kl is None else np.array(kl, dtype=np.float64),
+        np.ones(array.shape, dtype=np.bool_) if agrees is None else np.array(agrees),
+    )
 
 
 def test_three_tokens_by_hand() -> None:
-    found = distance(np.log([0.5, 0.2, 0.9]), np.log([0.25, 0.2, 0.1]))
+    found = distance([scores(np.log([2, 1]), [0.5, 0], [True, False]), scores([math.log(9)], [0.1], [True])])
     assert found.tokens == 3
     assert found.abs_delta == pytest.approx((math.log(2) + 0 + math.log(9)) / 3)
     assert found.k1 == pytest.approx(-(math.log(2) + math.log(9)) / 3)
     assert found.k3 == pytest.approx(((2 - 1 - math.log(2)) + 0 + (9 - 1 - math.log(9))) / 3)
+    assert found.kl == pytest.approx(0.2)
+    assert found.top1 == pytest.approx(2 / 3)
     assert found.ratio_max == pytest.approx(9)
     assert found.ratio_quantiles[1] == pytest.approx(2)
     assert found.clipped == pytest.approx(1 / 3)
 
 
-@given(LOGPROBS)
-def test_equal_sides_are_no_distance_apart(values: np.ndarray) -> None:
-    found = distance(values, values.copy())
-    assert (found.abs_delta, found.k1, found.k3, found.clipped) == (0, 0, 0, 0)
-    assert found.ratio_quantiles == (1, 1, 1)
+@given(DELTAS)
+def test_k3_is_never_negative_and_equal_sides_are_no_distance_apart(delta: np.ndarray) -> None:
+    assert distance([scores(delta)]).k3 >= 0
+    same = distance([scores(np.zeros_like(delta))])
+    assert (same.abs_delta, same.k1, same.k3, same.clipped, same.ratio_quantiles) == (0, 0, 0, 0, (1, 1, 1))
 
 
-@given(LOGPROBS, st.integers(0, 2**32 - 1))
-def test_k3_is_never_negative(values: np.ndarray, seed: int) -> None:
-    other = values + np.random.default_rng(seed).normal(size=values.shape)
-    assert distance(other, values).k3 >= 0
-
-
-def test_k3_estimates_the_divergence_of_two_distributions() -> None:
+def test_k1_and_k3_estimate_the_divergence_of_two_distributions() -> None:
     generator = np.random.default_rng(0)
     p, q = generator.dirichlet(np.ones(20)), generator.dirichlet(np.ones(20))
-    p, q = 0.7 * p + 0.3 * q, q
+    p = 0.7 * p + 0.3 * q
     drawn = generator.choice(20, size=200_000, p=p)
-    kl = float((p * np.log(p / q)).sum())
-    found = distance(np.log(q[drawn]), np.log(p[drawn]))
+    order = np.argsort(-p)
+    kl = divergence(Top(order[None], np.log(p[order])[None]), np.log(q[order])[None])[0]
+    found = distance([scores(np.log(q[drawn]) - np.log(p[drawn]))])
     assert found.k1 == pytest.approx(kl, rel=0.02)
     assert found.k3 == pytest.approx(kl, rel=0.03)
 
 
+@given(st.integers(0, 2**32 - 1), st.integers(1, 29))
+def test_the_divergence_of_the_most_probable_tokens_is_a_lower_bound_of_the_whole(seed: int, kept: int) -> None:
+    generator = np.random.default_rng(seed)
+    p, q = generator.dirichlet(np.full(30, 0.5)) + 1e-9, generator.dirichlet(np.full(30, 0.5)) + 1e-9
+    p, q = p / p.sum(), q / q.sum()
+    order = np.argsort(-p)
+
+    def bound(count: int) -> float:
+        ids = order[None, :count]
+        return float(divergence(Top(ids, np.log(p[ids])), np.log(q[ids]))[0])
+
+    whole = float((p * np.log(p / q)).sum())
+    assert bound(30) == pytest.approx(whole, abs=1e-5)
+    assert -1e-5 <= bound(kept) <= bound(kept + 1) + 1e-5 <= whole + 2e-5
+
+
+def test_a_token_of_no_probability_adds_nothing() -> None:
+    top = Top(np.array([[3, 4]]), np.array([[0.0, -np.inf]]))
+    assert divergence(top, np.log([[0.5, 0.25]]))[0] == pytest.approx(math.log(2))
+
+
+def test_tied_tokens_are_all_most_probable() -> None:
+    top = Top(np.array([[7, 8, 9]]), np.array([[-1.0, -1.0, -2.0]]))
+    for trainer, agrees in (([-0.5, -1, -2], True), ([-1, -0.5, -2], True), ([-2, -2, -0.5], False)):
+        assert same_top(top, np.array([trainer], dtype=np.float64), np.array([-0.5]))[0] == agrees
+    assert not same_top(top, np.array([[-1.0, -1.0, -1.0]]), np.array([-0.5]))[0]
+
+
+def test_the_interval_covers_the_mean_and_shrinks_with_more_rollouts() -> None:
+    generator = np.random.default_rng(1)
+    few = distance([scores(generator.normal(size=16)) for _ in range(5)]).intervals["abs_delta"]
+    many_scores = [scores(generator.normal(size=16)) for _ in range(200)]
+    many = distance(many_scores).intervals["abs_delta"]
+    assert many.low < distance(many_scores).abs_delta < many.high
+    assert many.high - many.low < few.high - few.low
+    assert distance(many_scores[:1]).intervals == {}
+
+
 @pytest.mark.parametrize(
-    ("own", "other"), [([], []), ([0.0], [0.0, 0.0]), ([-math.inf], [0.0]), ([0.0], [math.nan]), ([[0.0]], [[0.0]])]
+    "bad",
+    [
+        [],
+        [scores([])],
+        [scores([math.nan])],
+        [scores([0.0], [math.inf])],
+        [scores([[0.0]])],
+        [scores([0.0], [0.0, 1.0])],
+        [scores([0.0], None, [True, False])],
+    ],
 )
-def test_what_cannot_be_compared_is_refused(own: list[float], other: list[float]) -> None:
-    with pytest.raises(ValueError, match="log-probabilities"):
-        distance(np.array(own, dtype=np.float64), np.array(other, dtype=np.float64))
-
-
-def test_variants_guide_the_layers_they_name() -> None:
-    by_key = {variant.key: variant for variant in (*VARIANTS, *PROBES)}
-    assert len(by_key) == len(VARIANTS) + len(PROBES)
-    assert list(by_key["trace"].layers(30)) == list(range(30))
-    assert list(by_key["trace_deeper_half"].layers(30)) == list(range(15, 30))
-    assert list(by_key["skip_first_0.25"].layers(40)) == list(range(10, 40))
-    assert list(by_key["skip_last_0.25"].layers(40)) == list(range(30))
-
-
-def test_variants_quantize_what_they_name() -> None:
-    rollout = Recipe(k_rotation=16, expert_rotation=16)
-    by_key = {variant.key: variant for variant in VARIANTS}
-    assert by_key["bf16"].recipe(rollout) is None
-    assert by_key["trace"].recipe(rollout) == by_key["qat_no_r3"].recipe(rollout) == rollout
-    weights_only = by_key["qarl"].recipe(rollout)
-    assert weights_only is not None
-    assert (weights_only.experts, weights_only.kv, weights_only.expert_rotation) == ("w4a16", "bf16", 16)
+def test_what_cannot_be_compared_is_refused(bad: list[Scores]) -> None:
+    with pytest.raises(ValueError, match="scores"):
+        distance(bad)
