@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint audit format bench bench-kernels bench-engine bench-server bench-gpu bench-compare bench-gate bench-load check-plugs docs architecture deploy-check lock-image doctor clean
+.PHONY: help install quickstart test lint audit format bench bench-kernels bench-engine bench-server bench-gpu bench-compare bench-gate bench-load example-grpo check-plugs docs architecture deploy-check lock-image doctor clean
 
 help:
 	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
@@ -34,6 +34,7 @@ help:
 	@echo 'make bench-gate     what eval-gate run adds to the time of its arms'
 	@echo 'make bench-compare  time and memory of eval-gate compare on 200,000 recorded results'
 	@echo 'make bench-gpu   bandwidth of the Triton kernels on a card'
+	@echo 'make example-grpo  train the sample policy on FP4 rollouts, QAT beside TRACE: 20 minutes (EXAMPLE_ARGS=...)'
 	@echo 'make check-plugs compare what the plugs for trainers rely on with the newest wheels of the trainers'
 	@echo 'make docs        build the pages of docs/ into site/'
 	@echo 'make architecture  draw docs/architecture.svg from the imports of the code'
@@ -93,6 +94,9 @@ bench-compare: $(INSTALLED)
 
 bench-gpu: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_gpu.py
+
+example-grpo: install
+	$(BIN)/python examples/grpo/run.py $(EXAMPLE_ARGS)
 
 check-plugs: $(INSTALLED)
 	$(BIN)/python tools/check_plugs.py

@@ -85,7 +85,8 @@ def _steps(low: float, high: float) -> list[float]:
     raw = (high - low or 1.0) / _TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
-    return [index * step for index in range(math.floor(low / step), math.ceil(high / step) + 1)] or [0.0, step]
+    first = math.floor(low / step)
+    return [index * step for index in range(first, max(math.ceil(high / step), first + 1) + 1)]
 
 
 def _runs(x: Sequence[float], values: Sequence[float | None]) -> list[list[tuple[float, float]]]:

@@ -38,6 +38,12 @@ def test_a_missing_value_interrupts_the_line() -> None:
     assert [len(run) for run in found] == [1, 2]
 
 
+def test_zeros_alone_are_drawn_on_the_ground() -> None:
+    (zeros,) = lines(line_chart("share", "step", range(2), {"a": [0.0, 0.0]}))
+    (beside,) = lines(line_chart("share", "step", range(2), {"a": [0.0, 1.0]}))
+    assert [y for _, y in zeros] == [beside[0][1]] * 2
+
+
 def test_names_are_escaped() -> None:
     chart = line_chart("<t>", "x&y", [1], {"<script>": [1.0]})
     assert "<script>" not in chart
