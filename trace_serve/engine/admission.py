@@ -53,6 +53,12 @@ def _checked(wanted: Any, name: str, prompt_tokens: int | None, *, beams: bool) 
         raise ConfigError(
             f"{FIELD}.sites: this engine does not keep {extra[0]}, it keeps {', '.join(engine_spec.hints.sites)}"
         )
+    experts = [site for site in options.sites if site.startswith("experts")]
+    if options.codes == "full" and engine_spec.hints.codes != "full" and experts:
+        raise ConfigError(
+            f"{FIELD}.codes: this engine keeps the lowest bits of {experts[0]}; start it with --hint-codes full, "
+            "or ask for k and v alone"
+        )
     if isinstance(options.layers, tuple) and engine.layers:
         layers_of(options.layers, engine.layers)
     if beams:

@@ -141,8 +141,10 @@ def answer(req: Any) -> dict[str, Any] | None:
 def _send(hints: wire.HintFile, collected: Collected) -> dict[str, Any]:
     engine = state.get()
     options = collected.options
-    # Three bytes a block at most: bits and a whole scale byte.
-    size = sum(site.bits.nbytes + site.bits.size for site in hints.sites)
+    # Bits, whole scale bytes and codes, as they lie in memory until they are encoded.
+    size = sum(
+        site.bits.nbytes + site.bits.size + (0 if site.codes is None else site.codes.nbytes) for site in hints.sites
+    )
     if options.sink == "inline":
         payload = wire.to_bytes(hints, scale=options.scale)
         limit = engine.spec.hint_inline_bytes

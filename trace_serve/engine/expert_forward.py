@@ -77,7 +77,8 @@ def _experts(recipe: Recipe, layer: Any, x: Tensor, topk_weights: Tensor, topk_i
                 middle, static_scale=static, hints=kept, counters=engine.counters
             )
         if kept:
-            outcomes = MiddleOutcomes(topk_ids, layer.w2_weight.shape[2])
+            codes = engine.expert_slots["experts_mid"].keeps_codes
+            outcomes = MiddleOutcomes(topk_ids, layer.w2_weight.shape[2], codes=codes)
             outcomes.add(rows, slots, quantized)
             engine.capture("experts_mid", layer.layer_id, outcomes.quantized)
     else:
@@ -99,15 +100,17 @@ class MiddleOutcomes:
     Args:
         topk_ids: int [T, K]; the row of a negative id stays zero.
         intermediate: values of one expert's row, a multiple of 16.
+        codes: gather whole codes too.
     """
 
-    def __init__(self, topk_ids: Tensor, intermediate: int) -> None:
+    def __init__(self, topk_ids: Tensor, intermediate: int, *, codes: bool = False) -> None:
         tokens, experts = topk_ids.shape
         blocks = intermediate // BLOCK
         self._experts = experts
         self._hints = torch.zeros(tokens * experts, blocks, dtype=torch.uint16)
         self._scales = torch.zeros(tokens * experts, blocks, dtype=torch.uint8)
         self._global_scale = torch.ones(tokens * experts)
+        self._codes = torch.zeros(tokens * experts, intermediate // 2 if codes else 0, dtype=torch.uint8)
 
     def add(self, rows: Tensor, slots: Tensor, quantized: nvfp4.Quantized) -> None:
         """Takes rows of experts: int64 [N] tokens, int64 [N] places among a token's experts, N outcomes."""
@@ -116,9 +119,10 @@ class MiddleOutcomes:
         self._hints.view(torch.int16)[at] = quantized.hints.view(torch.int16)
         self._scales[at] = quantized.scales
         self._global_scale[at] = quantized.global_scale
+        if self._codes.shape[1]:
+            self._codes[at] = quantized.codes
 
     @property
     def quantized(self) -> nvfp4.Quantized:
-        """T * K rows; codes are not kept."""
-        none = torch.empty(self._scales.shape[0], 0, dtype=torch.uint8)
-        return nvfp4.Quantized(none, self._scales, self._global_scale, self._hints)
+        """T * K rows, without codes (width 0) unless they were asked for."""
+        return nvfp4.Quantized(self._codes, self._scales, self._global_scale, self._hints)

@@ -134,7 +134,10 @@ def _site(parts: Sequence[Site], widths: Mapping[str, int]) -> Site:
     width = widths[first.name]
     bits = _joined([part.bits for part in parts], first.groups, width)
     scales = _joined([_required(part.scales) for part in parts], first.groups, width)
-    return replace(first, bits=bits, scales=scales, present=present)
+    codes = None
+    if first.codes is not None:
+        codes = _joined([_required(part.codes) for part in parts], first.groups, width * BLOCK // 2)
+    return replace(first, bits=bits, scales=scales, codes=codes, present=present)
 
 
 def _joined(slices: Sequence[NDArray[Any]], groups: int, width: int) -> NDArray[Any]:

@@ -142,6 +142,7 @@ def _hints(kv: dict[str, Any]) -> dict[str, Any]:
         "sites": [*engine.expert_slots, *(site for site in stored if site in options.sites)],
         "layers": list(layers_of(options.layers, engine.layers)),
         "layers_total": engine.layers,
+        "codes": options.codes,
         "scale": options.scale,
     }
 
@@ -161,8 +162,9 @@ def _prepare_capture(runner: Any, experts: dict[int, Any]) -> None:
     layers = tuple(i for i in sorted(experts) if i in chosen)
     if engine.spec.recipe.experts != "w4a4" or not layers:
         return
-    one = experts[layers[0]]
+    one, codes = experts[layers[0]], options.codes == "full"
     if "experts_in" in options.sites:
-        engine.expert_slots["experts_in"] = ExpertSlots(slots, layers, one.w13_weight.shape[-1])
+        engine.expert_slots["experts_in"] = ExpertSlots(slots, layers, one.w13_weight.shape[-1], codes=codes)
     if "experts_mid" in options.sites:
-        engine.expert_slots["experts_mid"] = ExpertSlots(slots, layers, one.w2_weight.shape[-1], one.top_k)
+        width = one.w2_weight.shape[-1]
+        engine.expert_slots["experts_mid"] = ExpertSlots(slots, layers, width, one.top_k, codes=codes)

@@ -50,11 +50,11 @@ def read(pool: Any, slots: Tensor, options: HintOptions) -> Rows:
     sites = []
     for name, kept in engine.expert_slots.items():
         if name in options.sites and (layers := _both(kept.layers, wanted)):
-            sites.append(_experts(name, kept, slots, numbers, layers))
+            sites.append(_experts(name, kept, slots, numbers, layers, codes=options.codes == "full"))
     written = (numbers >= 0).numpy()
     for name in ("k", "v"):
         if name in options.sites:
-            sites.extend(_kv(name, pool, slots, wanted, written))
+            sites.extend(_kv(name, pool, slots, wanted, written, codes=options.codes == "full"))
     return Rows(tuple(sites), engine.passes.versions(slots).numpy(), _routed(slots) if options.routed_experts else None)
 
 
@@ -79,6 +79,7 @@ def _join_site(parts: list[Site]) -> Site:
         name=parts[0].name,
         layers=parts[0].layers,
         bits=over(lambda s: s.bits),
+        codes=over(lambda s: s.codes),
         scales=over(lambda s: s.scales),
         present=over(lambda s: s.present),
         global_log2=over(lambda s: s.global_log2),
@@ -91,12 +92,15 @@ def _both(kept: Iterable[int], wanted: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(layer for layer in kept if layer in chosen)
 
 
-def _experts(name: str, kept: ExpertSlots, slots: Tensor, numbers: Tensor, layers: tuple[int, ...]) -> Site:
+def _experts(
+    name: str, kept: ExpertSlots, slots: Tensor, numbers: Tensor, layers: tuple[int, ...], *, codes: bool
+) -> Site:
     found = kept.read(slots, numbers, layers)
     return Site(
         name=name,
         layers=layers,
         bits=found.bits.numpy(),
+        codes=found.codes.numpy() if codes and found.codes is not None else None,
         scales=found.scales.numpy(),
         global_log2=found.global_log2.numpy(),
         present=found.present.numpy(),
@@ -104,7 +108,9 @@ def _experts(name: str, kept: ExpertSlots, slots: Tensor, numbers: Tensor, layer
     )
 
 
-def _kv(name: str, pool: Any, slots: Tensor, wanted: tuple[int, ...], written: NDArray[np.bool_]) -> list[Site]:
+def _kv(
+    name: str, pool: Any, slots: Tensor, wanted: tuple[int, ...], written: NDArray[np.bool_], *, codes: bool
+) -> list[Site]:
     """K and V need no capture: the pool holds the codes and scales that attention used."""
     from trace_serve.engine.kv import method_of
 
@@ -117,13 +123,14 @@ def _kv(name: str, pool: Any, slots: Tensor, wanted: tuple[int, ...], written: N
     if not layer_ids:
         return []
     indices = [method.layer_ids.index(layer) for layer in layer_ids]
-    codes = [getattr(method.layers[i], name) for i in indices]
+    stored = [getattr(method.layers[i], name)[slots] for i in indices]
     scales = [getattr(method.layers[i], f"{name}_scales") for i in indices]
     return [
         Site(
             name=name,
             layers=layer_ids,
-            bits=_stack([engine.kernels.hint_bits(layer[slots]).flatten(1) for layer in codes]).numpy(),
+            bits=_stack([engine.kernels.hint_bits(layer).flatten(1) for layer in stored]).numpy(),
+            codes=_stack([layer.flatten(1) for layer in stored]).numpy() if codes else None,
             scales=_stack([layer[slots].flatten(1) for layer in scales]).numpy(),
             present=written,
         )

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from trace_serve.errors import ConfigError, HintFormatError
 from trace_serve.guided.outcomes import Outcomes, ScaleKind
-from trace_serve.guided.quantize import guided_fake_quantize
+from trace_serve.guided.quantize import Mode, guided_fake_quantize
 from trace_serve.guided.rule import TAU_ALIGNED
 from trace_serve.hints.rows import HintFile, Site
 from trace_serve.nvfp4 import fake_quantize, fake_quantize_tokens
 from trace_serve.nvfp4.block_scale import Operand
+from trace_serve.nvfp4.packing import unpack
 from trace_serve.recipe import BLOCK, Recipe
 
 
@@ -32,6 +33,7 @@ class _Layer:
     scales: Tensor | None
     present: Tensor
     global_scale: Tensor | None
+    codes: Tensor | None
 
 
 class HintedRounding:
@@ -44,6 +46,7 @@ class HintedRounding:
         layers: layers that are guided; None is every layer that the files have.
         sites: sites that are guided, of `experts_in`, `experts_mid`, `k` and `v`; None is every one that they have.
         device: of the model.
+        mode: `guided`, or `replay` where the files have whole codes and scale bytes; see `quantize`.
 
     Raises:
         HintFormatError: a file was made under another recipe.
@@ -59,6 +62,7 @@ class HintedRounding:
         layers: Sequence[int] | None = None,
         sites: Sequence[str] | None = None,
         device: torch.device | str = "cpu",
+        mode: Mode = "guided",
     ) -> None:
         unknown = set(sites or ()) - {"experts_in", "experts_mid", "k", "v"}
         if unknown:
@@ -73,6 +77,7 @@ class HintedRounding:
                     field="recipe_id",
                 )
         self._recipe, self._hints, self._tau, self._device = recipe, list(hints), tau, torch.device(device)
+        self._mode: Mode = mode
         self._layers = None if layers is None else frozenset(layers)
         self._sites = None if sites is None else frozenset(sites)
         self._cache: dict[tuple[str, int], list[_Layer | None]] = {}
@@ -128,7 +133,9 @@ class HintedRounding:
         return self._gather(site, layer, rows, heads * width, first=first, count=count)
 
     def _guided(self, x: Tensor, outcomes: Outcomes, operand: Operand, scale: float | None) -> Tensor:
-        return guided_fake_quantize(x, outcomes, self._recipe, operand=operand, global_scale=scale, tau=self._tau)
+        return guided_fake_quantize(
+            x, outcomes, self._recipe, operand=operand, global_scale=scale, mode=self._mode, tau=self._tau
+        )
 
     def _cached(self, site: str, layer: int, x: Tensor, first: int, scale: float) -> Tensor:
         batch, heads, count, width = x.shape
@@ -163,6 +170,9 @@ class HintedRounding:
         scales = torch.zeros(total, blocks, dtype=torch.uint8, device=rows.device)
         present = torch.zeros(total, dtype=torch.bool, device=rows.device)
         global_scale = torch.ones(total, dtype=torch.float32, device=rows.device)
+        codes = (
+            torch.zeros(total, width // 2, dtype=torch.uint8, device=rows.device) if self._mode == "replay" else None
+        )
         kind, own_scale = self._kind(site), True
         for index, each in enumerate(kept):
             if each is None:
@@ -176,6 +186,8 @@ class HintedRounding:
             self._check_width(site, each, blocks, places)
             block = self._blocks_of(blocks, None if places is None else places[mine])
             bits[mine] = _pick(each.bits[at], block)
+            if codes is not None:
+                codes[mine] = _codes(site, each, at, block)
             if each.scales is not None:
                 scales[mine] = _pick(each.scales[at], block)
             present[mine] = each.present[at]
@@ -189,6 +201,7 @@ class HintedRounding:
             scale_kind=kind,
             global_scale=None if own_scale else global_scale,
             present=present,
+            codes=None if codes is None else unpack(codes),
         )
 
     def _site(self, name: str, layer: int) -> list[_Layer | None]:
@@ -211,6 +224,7 @@ class HintedRounding:
             scales=None if site.scales is None else torch.from_numpy(site.scales[:, index].copy()).to(device),
             present=torch.from_numpy(site.present.copy()).to(device),
             global_scale=_global_scale(site, index, device),
+            codes=None if site.codes is None else torch.from_numpy(site.codes[:, index].copy()).to(device),
         )
 
     def _kind(self, name: str) -> ScaleKind:
@@ -239,6 +253,17 @@ class HintedRounding:
 
 def _pick(rows: Tensor, columns: Tensor | None) -> Tensor:
     return rows if columns is None else rows.gather(1, columns)
+
+
+def _codes(site: str, layer: _Layer, at: Tensor, columns: Tensor | None) -> Tensor:
+    """Packed codes [N, 8 B] of the blocks that `columns` names."""
+    if layer.codes is None:
+        raise ConfigError(f"{site}.codes: mode replay needs whole codes; export hints with codes full", field="codes")
+    kept = layer.codes[at]
+    if columns is None:
+        return kept
+    blocks = kept.reshape(kept.shape[0], -1, BLOCK // 2)
+    return blocks.gather(1, columns.unsqueeze(-1).expand(-1, -1, BLOCK // 2)).flatten(1)
 
 
 def _global_scale(site: Site, index: int, device: torch.device) -> Tensor | None:

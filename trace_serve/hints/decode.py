@@ -10,13 +10,15 @@ from numpy.typing import NDArray
 
 from trace_serve.errors import HintFormatError
 from trace_serve.hints import container
-from trace_serve.hints.rows import SCALE_KINDS, HintFile, Site, check_array, check_layers
+from trace_serve.hints.rows import CODE_KINDS, SCALE_KINDS, HintFile, Site, check_array, check_layers
 from trace_serve.hints.schema import (
     BIT_ORDER,
     FORMAT,
     GLOBAL_BYTES,
     METADATA_KEYS,
     SCHEMA_VERSION,
+    SITE_KEYS,
+    lowest_bits,
     lsb_bytes,
     token_ids_digest,
 )
@@ -121,15 +123,17 @@ def _take(arrays: container.Arrays, name: str) -> NDArray[Any]:
 
 
 def _decode_site(name: str, entry: Any, arrays: container.Arrays, rows: int) -> Site:
-    try:
-        layers, values, scale, groups, kind = (
-            entry[key] for key in ("layers", "values", "scale", "groups", "global_scale")
-        )
-        layers = tuple(layers)
-    except (KeyError, TypeError) as exc:
-        raise HintFormatError(f"hint file sites {name}: incomplete description", field="sites") from exc
-    if type(values) is not int or values <= 0 or values % BLOCK or kind not in GLOBAL_BYTES:
-        raise HintFormatError(f"hint file sites {name}: values or global_scale cannot be used", field="sites")
+    if not isinstance(entry, dict) or set(entry) != SITE_KEYS or not isinstance(entry["layers"], list):
+        expected = ", ".join(sorted(SITE_KEYS))
+        raise HintFormatError(f"hint file sites {name}: unknown or missing keys, expected {expected}", field="sites")
+    layers, values, scale = tuple(entry["layers"]), entry["values"], entry["scale"]
+    for key, known in (("codes", CODE_KINDS), ("scale", SCALE_KINDS), ("global_scale", tuple(GLOBAL_BYTES))):
+        if entry[key] not in known:
+            raise HintFormatError(
+                f"hint file sites {name}: {key} is {entry[key]!r}, expected one of {', '.join(known)}", field="sites"
+            )
+    if type(values) is not int or values <= 0 or values % BLOCK:
+        raise HintFormatError(f"hint file sites {name}: values is {values!r}, expected a multiple of 16", field="sites")
     check_layers(name, layers)
     shape = (rows, len(layers), values // BLOCK)
     scales: NDArray[np.uint8] | None = None
@@ -139,12 +143,15 @@ def _decode_site(name: str, entry: Any, arrays: container.Arrays, rows: int) -> 
         scales = np.unpackbits(packed, axis=-1, count=shape[2], bitorder=BIT_ORDER)
     elif scale == "byte":
         scales = _take(arrays, f"{name}.scale")
-    elif scale != "none":
-        raise HintFormatError(
-            f"hint file sites {name}: scale is {scale!r}, expected one of {', '.join(SCALE_KINDS)}", field="sites"
-        )
-    bits = _take(arrays, f"{name}.bits")
-    check_array(f"{name}.bits", bits, np.uint16, shape)
+    codes: NDArray[np.uint8] | None = None
+    if entry["codes"] == "full":
+        codes = _take(arrays, f"{name}.codes")
+        check_array(f"{name}.codes", codes, np.uint8, (*shape[:2], values // 2))
+        bits = lowest_bits(codes)
+    else:
+        bits = _take(arrays, f"{name}.bits")
+        check_array(f"{name}.bits", bits, np.uint16, shape)
+    kind = entry["global_scale"]
     return Site(
         name=name,
         layers=layers,
@@ -153,8 +160,9 @@ def _decode_site(name: str, entry: Any, arrays: container.Arrays, rows: int) -> 
         present=unpack_mask(_take(arrays, f"{name}.present"), rows, f"{name}.present"),
         global_log2=_take(arrays, f"{name}.global_log2") if kind == "log2" else None,
         scale_kind=scale,
-        groups=groups,
+        groups=entry["groups"],
         global_scale=_take(arrays, f"{name}.global_scale") if kind == "fp32" else None,
+        codes=codes,
     )
 
 

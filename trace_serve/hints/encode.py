@@ -17,7 +17,8 @@ def to_bytes(hints: HintFile, *, scale: str = "lsb") -> bytes:
     """The file as bytes; the same contents always give the same bytes.
 
     Args:
-        hints: what to write; a site that holds only lowest bits cannot be written as bytes.
+        hints: what to write; a site that holds only lowest bits of scales cannot be written with their bytes. Whole
+            codes are written where a site has them.
         scale: `lsb` keeps the lowest bit of each scale byte, `byte` the whole byte, `none` neither.
 
     Raises:
@@ -61,6 +62,7 @@ def metadata_of(hints: HintFile, scale: str) -> dict[str, str]:
                 site.name: {
                     "layers": list(site.layers),
                     "values": site.values,
+                    "codes": site.code_kind,
                     "scale": scale,
                     "groups": site.groups,
                     "global_scale": site.global_kind,
@@ -80,9 +82,12 @@ def _encode_site(site: Site, scale: str) -> container.Arrays:
         )
     missing = ~site.present
     arrays: container.Arrays = {
-        f"{site.name}.bits": _poisoned(site.bits, missing, 0xFFFF),
         f"{site.name}.present": pack_mask(site.present),
     }
+    if site.codes is None:
+        arrays[f"{site.name}.bits"] = _poisoned(site.bits, missing, 0xFFFF)
+    else:
+        arrays[f"{site.name}.codes"] = _poisoned(site.codes, missing, POISON)
     if scale == "byte" and site.scales is not None:
         arrays[f"{site.name}.scale"] = _poisoned(site.scales, missing, POISON)
     elif scale == "lsb" and site.scales is not None:

@@ -20,6 +20,7 @@ class SiteSummary:
         name: the site.
         layers: number of layers.
         values: values a row and layer.
+        codes: `lsb` or `full`.
         scale: `lsb`, `byte` or `none`.
         bytes_per_token: stored bytes a row, masks excluded.
         full_bytes_per_token: what full codes and scale bytes of the same values would take.
@@ -30,6 +31,7 @@ class SiteSummary:
     name: str
     layers: int
     values: int
+    codes: str
     scale: str
     bytes_per_token: int
     full_bytes_per_token: int
@@ -45,6 +47,7 @@ def summarize_site(site: wire.Site) -> SiteSummary:
         name=site.name,
         layers=layers,
         values=site.values,
+        codes=site.code_kind,
         scale=site.scale_kind,
         bytes_per_token=site.bytes_per_token,
         full_bytes_per_token=layers * site.values * 9 // 16,

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from trace_serve.errors import HintFormatError
+from trace_serve.hints.encode import metadata_of
 from trace_serve.hints.reader import HintReader
 from trace_serve.hints.rows import HintFile
 from trace_serve.hints.wire import write_bytes
@@ -129,7 +130,7 @@ def trajectory(directory: Path, name: str, out: Path, *, scale: str | None = Non
     rows = sum(part.rows for part in parts_of(directory, name))
     kind, experts = scale, None
     for part in parts_of(directory, name):
-        kind = kind or (part.sites[0].scale_kind if part.sites else "lsb")
+        kind = kind or _scale_kind(part)
         if part.routed_experts is not None and part.routed_experts.dtype == np.uint16:
             experts = 0xFFFF
     with HintWriter(out, rows, scale=kind or "lsb", experts=experts) as writer:
@@ -142,13 +143,16 @@ def _write_part(reader: HintReader, begin: int, end: int, out: Path) -> str:
     if end < reader.total:
         part = replace(part, next_token_id=None)  # what follows is in the next part, and differs between siblings
     temporary = out / PARTS / f".part.{os.getpid()}"
-    scale = part.sites[0].scale_kind if part.sites else "lsb"
     wide = part.routed_experts is not None and part.routed_experts.dtype == np.uint16
-    with HintWriter(temporary, part.rows, scale=scale, experts=0xFFFF if wide else None) as writer:
+    with HintWriter(temporary, part.rows, scale=_scale_kind(part), experts=0xFFFF if wide else None) as writer:
         writer.append(part)
     digest = _digest(temporary)
     temporary.replace(out / PARTS / f"{digest}.safetensors")
     return digest
+
+
+def _scale_kind(hints: HintFile) -> str:
+    return hints.sites[0].scale_kind if hints.sites else "lsb"
 
 
 def _fingerprints(path: Path) -> list[bytes]:
@@ -157,7 +161,8 @@ def _fingerprints(path: Path) -> list[bytes]:
         running = hashlib.sha256()
         found: list[bytes] = []
         for part in reader.parts(_STEP):
-            description = repr((part.recipe_id, part.model_digest, [site.name for site in part.sites]))
+            kinds = metadata_of(part, _scale_kind(part))["sites"]
+            description = repr((part.recipe_id, part.model_digest, kinds))
             if not found:
                 running.update(repr((part.first_token, description)).encode())
             versions = [version for begin, end, version in part.weight_versions for _ in range(end - begin)]
@@ -174,7 +179,7 @@ def _row_bytes(part: HintFile, row: int, version: str) -> bytes:
         present = bool(site.present[row])
         pieces.append(bytes([present]))
         if present:
-            arrays = (site.bits, site.scales, site.global_log2, site.global_scale)
+            arrays = (site.bits if site.codes is None else site.codes, site.scales, site.global_log2, site.global_scale)
             pieces += [array[row].tobytes() for array in arrays if array is not None]
     if part.logprobs is not None:
         # A log-probability is of the token that follows, which a sibling need not share.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trace_serve.errors import ConfigError
-from trace_serve.hints.rows import SCALE_KINDS, SITES
+from trace_serve.hints.rows import CODE_KINDS, SCALE_KINDS, SITES
 
 FIELD = "trace_hints"
 DEFAULT_SITES = ("experts_in", "k", "v")
@@ -25,6 +25,7 @@ class HintOptions:
         sink: `inline`, `file`, `shm` or a URL, see `sinks.parse_target`.
         sites: some of `rows.SITES` that the engine keeps.
         layers: `all`, `deeper-half` (layers L // 2 to L - 1 of a model with L), or layer indices.
+        codes: `lsb` or `full`: the lowest bit of each code, or all four bits, which a full replay takes.
         scale: `lsb`, `byte` or `none`: how much of each block scale is kept.
         first_token: position of the first row; rows before it are left out, as a later turn of a conversation wants.
         logprobs, routed_experts: whether they are on the rows too.
@@ -35,6 +36,7 @@ class HintOptions:
     sink: str = "inline"
     sites: tuple[str, ...] = DEFAULT_SITES
     layers: Layers = "all"
+    codes: str = "lsb"
     scale: str = "lsb"
     first_token: int = 0
     logprobs: bool = True
@@ -44,7 +46,8 @@ class HintOptions:
     def __post_init__(self) -> None:
         check_sites(self.sites, f"{FIELD}.sites")
         check_layer_choice(self.layers, f"{FIELD}.layers")
-        check_scale(self.scale, f"{FIELD}.scale")
+        _check_word(self.codes, CODE_KINDS, f"{FIELD}.codes")
+        _check_word(self.scale, SCALE_KINDS, f"{FIELD}.scale")
         if type(self.first_token) is not int or not 0 <= self.first_token < 1 << 31:
             raise _bad("first_token", self.first_token, "a position in the sequence, from 0")
         for name in ("logprobs", "routed_experts"):
@@ -88,7 +91,7 @@ def from_settings(sites: str, layers: str, scale: str) -> HintOptions:
     parts = [part.strip() for part in layers.split(",")]
     chosen: Layers = tuple(map(int, parts)) if all(p.isascii() and p.isdecimal() for p in parts) else layers
     check_layer_choice(chosen, "hint_layers")
-    check_scale(scale, "hint_scale")
+    _check_word(scale, SCALE_KINDS, "hint_scale")
     return HintOptions(sites=split, layers=chosen, scale=scale)
 
 
@@ -131,10 +134,9 @@ def check_layer_choice(layers: Any, field: str) -> None:
         )
 
 
-def check_scale(scale: Any, field: str) -> None:
-    """Raises ConfigError unless `scale` is one of the ways to keep block scales."""
-    if not isinstance(scale, str) or scale not in SCALE_KINDS:
-        raise ConfigError(f"{field}: got {_shown(scale)}, expected one of {', '.join(SCALE_KINDS)}", field=field)
+def _check_word(word: Any, known: tuple[str, ...], field: str) -> None:
+    if not isinstance(word, str) or word not in known:
+        raise ConfigError(f"{field}: got {_shown(word)}, expected one of {', '.join(known)}", field=field)
 
 
 def _bad(option: str, value: Any, expected: str) -> ConfigError:

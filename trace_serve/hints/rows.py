@@ -14,6 +14,7 @@ from trace_serve.recipe import BLOCK
 
 SITES = ("experts_in", "k", "v", "experts_mid")
 SCALE_KINDS = ("lsb", "byte", "none")
+CODE_KINDS = ("lsb", "full")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,8 @@ class Site:
         scale_kind: `byte`, `lsb` or `none`.
         groups: G; it divides B.
         global_scale: float32 [T, L, G], per-token global scales that are no powers of two, or None.
+        codes: uint8 [T, L, 8 B], the whole codes, two a byte with the even value in the low nibble, whose lowest bits
+            are `bits`; None where a file has only those.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Site:
     scale_kind: str = "byte"
     groups: int = 1
     global_scale: NDArray[np.float32] | None = None
+    codes: NDArray[np.uint8] | None = None
 
     @property
     def values(self) -> int:
@@ -56,7 +60,14 @@ class Site:
     def bytes_per_token(self) -> int:
         """Bytes that a file with these scales stores a row, mask excluded."""
         global_bytes = GLOBAL_BYTES[self.global_kind] * self.groups
-        return site_bytes_per_token(self.values, len(self.layers), scale=self.scale_kind, global_bytes=global_bytes)
+        return site_bytes_per_token(
+            self.values, len(self.layers), scale=self.scale_kind, global_bytes=global_bytes, codes=self.code_kind
+        )
+
+    @property
+    def code_kind(self) -> str:
+        """`full` where there are whole codes, `lsb` where there are their lowest bits."""
+        return "lsb" if self.codes is None else "full"
 
     @property
     def global_kind(self) -> str:
@@ -89,6 +100,8 @@ class Site:
             )
         if self.scales is not None:
             check_array(f"{self.name}.scales", self.scales, np.uint8, shape)
+        if self.codes is not None:
+            check_array(f"{self.name}.codes", self.codes, np.uint8, (*shape[:2], shape[2] * BLOCK // 2))
         check_array(f"{self.name}.present", self.present, np.bool_, (rows,))
         per_group = (*shape[:2], self.groups)
         if self.global_log2 is not None:

@@ -35,6 +35,9 @@ METADATA_KEYS = frozenset(
 )
 
 
+SITE_KEYS = frozenset({"layers", "values", "codes", "scale", "groups", "global_scale"})
+
+
 def token_ids_digest(token_ids: NDArray[np.int32]) -> str:
     """`sha256:` of the ids as little-endian int32."""
     return "sha256:" + hashlib.sha256(np.ascontiguousarray(token_ids, dtype="<i4").tobytes()).hexdigest()
@@ -45,7 +48,15 @@ def lsb_bytes(blocks: int) -> int:
     return (blocks + 7) // 8
 
 
-def site_bytes_per_token(values: int, layers: int, *, scale: str = "lsb", global_bytes: int) -> int:
+def lowest_bits(codes: NDArray[np.uint8]) -> NDArray[np.uint16]:
+    """uint8 [..., 8 B], sixteen packed codes a block, to uint16 [..., B] as `<site>.bits` holds them."""
+    found = np.ascontiguousarray(codes).view("<u8") & np.uint64(0x1111111111111111)
+    for shift, mask in ((3, 0x0303030303030303), (6, 0x000F000F000F000F), (12, 0x000000FF000000FF), (24, 0xFFFF)):
+        found = (found | found >> np.uint64(shift)) & np.uint64(mask)
+    return found.astype(np.uint16)
+
+
+def site_bytes_per_token(values: int, layers: int, *, scale: str = "lsb", global_bytes: int, codes: str = "lsb") -> int:
     """Bytes of one row of a site, masks excluded.
 
     Args:
@@ -53,7 +64,8 @@ def site_bytes_per_token(values: int, layers: int, *, scale: str = "lsb", global
         layers: number of layers.
         scale: `lsb` (one bit a block, whole bytes a row and layer), `byte` or `none`.
         global_bytes: bytes of per-token global scales a row and layer, see `GLOBAL_BYTES`; 0 where it is static.
+        codes: `lsb` (one bit a value) or `full` (four).
     """
     blocks = values // BLOCK
     scales = {"lsb": lsb_bytes(blocks), "byte": blocks, "none": 0}[scale]
-    return layers * (2 * blocks + scales + global_bytes)
+    return layers * ((8 if codes == "full" else 2) * blocks + scales + global_bytes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trace_serve.nvfp4 import Quantized
+from trace_serve.nvfp4 import Quantized, hint_bits
 from trace_serve.recipe import BLOCK
 
 NEVER_WRITTEN = -1
@@ -24,6 +24,7 @@ class ExpertRows:
 
     Attributes:
         bits: uint16 [T, L, G * values / 16], lowest bit of every code.
+        codes: uint8 [T, L, G * values / 2], where they are kept; None elsewhere.
         scales: uint8 [T, L, G * values / 16], E4M3 bytes.
         global_log2: int8 [T, L, G], exponent of the per-token global scale.
         present: bool [T], every layer of the row was written by the pass that wrote the slot.
@@ -33,6 +34,7 @@ class ExpertRows:
     scales: Tensor
     global_log2: Tensor
     present: Tensor
+    codes: Tensor | None = None
 
 
 class SlotPasses:
@@ -61,21 +63,27 @@ class SlotPasses:
 
 
 class ExpertSlots:
-    """Host memory of one site: G * (3 * values / 16 + 1) + 8 bytes a layer and slot.
+    """Host memory of one site: G * (3 * values / 16 + 1) + 8 bytes a layer and slot, 9 in place of 3 with whole codes.
 
     Args:
         slots: KV slots of the pool, the padding slot included.
         layers: global indices of the layers that are kept, ascending.
         values: quantized values of one group, a multiple of 16: the hidden size, or the intermediate size.
         groups: global scales a row: 1, or the number of experts a token is routed to.
+        codes: keep whole codes instead of their lowest bits.
     """
 
-    def __init__(self, slots: int, layers: tuple[int, ...], values: int, groups: int = 1) -> None:
+    def __init__(
+        self, slots: int, layers: tuple[int, ...], values: int, groups: int = 1, *, codes: bool = False
+    ) -> None:
         blocks = groups * values // BLOCK
         self.layers = layers
         self.groups = groups
         self._row = {layer: i for i, layer in enumerate(layers)}
-        self._bits = torch.zeros(len(layers), slots, blocks, dtype=torch.uint16)
+        self.keeps_codes = codes
+        width, dtype = (blocks * BLOCK // 2, torch.uint8) if codes else (blocks, torch.int16)
+        # uint16 has no index_put kernel on a CPU, so bits are held as int16.
+        self._codes = torch.zeros(len(layers), slots, width, dtype=dtype)
         self._scales = torch.zeros(len(layers), slots, blocks, dtype=torch.uint8)
         self._global_log2 = torch.zeros(len(layers), slots, groups, dtype=torch.int8)
         self._pass = torch.full((len(layers), slots), NEVER_WRITTEN, dtype=torch.int64)
@@ -83,7 +91,7 @@ class ExpertSlots:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return sum(held.nbytes for held in (self._bits, self._scales, self._global_log2, self._pass))
+        return sum(held.nbytes for held in (self._codes, self._scales, self._global_log2, self._pass))
 
     def store(self, layer: int, slots: Tensor, quantized: Quantized, number: int) -> None:
         """Writes the rows of one forward pass.
@@ -91,14 +99,16 @@ class ExpertSlots:
         Args:
             layer: global layer index, one of `layers`.
             slots: int64 [N].
-            quantized: N * G rows, those of a slot together and in the order of `slots`, with hints and a power-of-two
-                global scale a row.
+            quantized: N * G rows, those of a slot together and in the order of `slots`, with hints or codes, as they
+                are kept, and a power-of-two global scale a row.
             number: of the forward pass.
         """
-        assert quantized.hints is not None
         i, n = self._row[layer], slots.shape[0]
-        # uint16 has no index_put kernel on a CPU; int16 views share the memory.
-        self._bits[i].view(torch.int16)[slots] = quantized.hints.view(torch.int16).view(n, self._bits.shape[2])
+        if self.keeps_codes:
+            self._codes[i][slots] = quantized.codes.view(n, self._codes.shape[2])
+        else:
+            assert quantized.hints is not None
+            self._codes[i][slots] = quantized.hints.view(torch.int16).view(n, self._codes.shape[2])
         self._scales[i][slots] = quantized.scales.view(n, self._scales.shape[2])
         self._global_log2[i][slots] = _exponent(quantized.global_scale).view(n, self.groups)
         self._pass[i][slots] = number
@@ -113,11 +123,13 @@ class ExpertSlots:
         """
         rows = torch.tensor([self._row[layer] for layer in (self.layers if layers is None else layers)])
         at = (rows.unsqueeze(0), slots.unsqueeze(1))
+        kept = self._codes[at]
         return ExpertRows(
-            bits=self._bits.view(torch.int16)[at].view(torch.uint16),
+            bits=hint_bits(kept) if self.keeps_codes else kept.view(torch.uint16),
             scales=self._scales[at],
             global_log2=self._global_log2[at],
             present=(self._pass[at] == numbers.unsqueeze(1)).all(dim=1) & (numbers != NEVER_WRITTEN),
+            codes=kept if self.keeps_codes else None,
         )
 
 

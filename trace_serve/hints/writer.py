@@ -184,6 +184,7 @@ def _without_rows(hints: HintFile) -> HintFile:
         dataclasses.replace(
             site,
             bits=site.bits[:0],
+            codes=None if site.codes is None else site.codes[:0],
             scales=None if site.scales is None else site.scales[:0],
             present=site.present[:0],
             global_log2=None if site.global_log2 is None else site.global_log2[:0],

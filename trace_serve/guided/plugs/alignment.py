@@ -168,12 +168,12 @@ def _joined_site(name: str, parts: Sequence[tuple[Segment, HintFile]], places: l
             out[at] = getattr(site, attribute)[: at.stop - at.start]
         return out
 
-    arrays = {each: gathered(each) for each in ("bits", "scales", "present", "global_log2", "global_scale")}
+    arrays = {each: gathered(each) for each in ("bits", "codes", "scales", "present", "global_log2", "global_scale")}
     return replace(first, **arrays)
 
 
 def _kind(site: Site) -> tuple[Any, ...]:
-    return site.layers, site.bits.shape[1:], site.scale_kind, site.global_kind, site.groups
+    return site.layers, site.bits.shape[1:], site.code_kind, site.scale_kind, site.global_kind, site.groups
 
 
 def _joined_routes(

@@ -92,9 +92,11 @@ def pack(
         sites: that are coded; others stay as they are.
 
     Raises:
-        HintFormatError: none of the sites is in the file, or as `wire.to_bytes`.
+        HintFormatError: none of the sites is in the file, they have whole codes, or as `wire.to_bytes`.
     """
     chosen = [site for site in hints.sites if site.name in sites]
+    if any(site.codes is not None for site in chosen):
+        raise HintFormatError("pack: the file has whole codes, expected lowest bits; ask for codes lsb", field="codes")
     if not chosen or isinstance(hints, PackedHints) or not code.MIN_WORDS <= words <= code.MAX_WORDS:
         raise HintFormatError(
             f"pack: got sites {', '.join(site.name for site in hints.sites) or 'none'} and {words} words, expected "

@@ -23,6 +23,7 @@ class HintRequest(Strict):
     layers: Literal["all", "deeper-half"] | Annotated[list[Layer], Field(min_length=1, max_length=4096)] | None = Field(
         None, description="all, deeper-half, or ascending layer indices"
     )
+    codes: Literal["lsb", "full"] | None = Field(None, description="lowest bits of codes, or whole codes")
     scale: Literal["lsb", "byte", "none"] | None = Field(None, description="how much of each block scale is kept")
     first_token: int | None = Field(None, ge=0, le=MAX_INT32, description="position of the first row")
     logprobs: bool | None = None
