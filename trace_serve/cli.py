@@ -23,6 +23,7 @@ class Lazy(NamedTuple):
 COMMANDS: dict[str, Lazy] = {
     "quickstart": Lazy("trace_serve.quickstart:quickstart_command", "Build, gate and serve the sample policies."),
     "serve": Lazy("trace_serve.server.cli:serve", "Serve a policy over HTTP."),
+    "engine": Lazy("trace_serve.engine.cli:engine", "Run one engine alone, or resolve its arguments."),
     "admin": Lazy("trace_serve.server.admin.cli:app", "Activate, try and roll back policies of a running server."),
     "keys": Lazy("trace_serve.server.keys.cli:app", "Make, list and revoke API keys."),
     "policy": Lazy("trace_serve.policy.cli:app", "Build and inspect policies."),

@@ -14,6 +14,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from trace_serve.errors import ConfigError
 from trace_serve.hints.options import HintOptions, from_settings
 
+_CPU_KV_TOKENS = 16384
+
 Mode = Literal["rollout", "production"]
 
 
@@ -114,7 +116,7 @@ class Settings(BaseSettings):
         None,
         ge=1,
         le=1 << 40,
-        description="prompt and completion tokens inside the engine; default: 4 x max_total_tokens of a local engine",
+        description="prompt and completion tokens inside the engine; default: 4 x max_total_tokens where that is known",
     )
     default_completion_tokens: int = Field(
         512, ge=1, le=1 << 24, description="what a request without max_tokens counts as sampling"
@@ -148,9 +150,16 @@ class Settings(BaseSettings):
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the engine runs")
     context_length: int | None = Field(None, ge=16, le=1 << 24, description="tokens; default is the model's own")
-    max_total_tokens: int = Field(16384, ge=256, le=1 << 30, description="size of the KV pool in tokens")
+    max_total_tokens: int | None = Field(
+        None,
+        ge=256,
+        le=1 << 30,
+        description="size of the KV pool in tokens; default: 16,384 on the CPU, what the memory holds on a card",
+    )
     max_running_requests: int = Field(32, ge=1, le=65536, description="requests decoded together")
     chunked_prefill_size: int = Field(2048, ge=16, le=1 << 20, description="tokens a prefill pass")
+    tensor_parallel: int = Field(1, ge=1, le=64, description="ranks (cards) of one machine that share the model")
+    engine_args: str = Field("", description="further arguments of SGLang's server, as on its command line")
 
     drain_s: float = Field(25.0, ge=0, le=3600, description="after SIGTERM, how long running requests may finish")
     exit_with_parent: bool = Field(False, description="stop when the process that started the server is gone")
@@ -165,15 +174,22 @@ class Settings(BaseSettings):
         return from_settings(self.hint_sites, self.hint_layers, self.hint_scale)
 
     @property
+    def kv_tokens(self) -> int | None:
+        """Size of a local engine's KV pool in tokens; None is what the memory of the card holds."""
+        return self.max_total_tokens or (_CPU_KV_TOKENS if self.device == "cpu" else None)
+
+    @property
     def token_budget(self) -> int | None:
         """Prompt and completion tokens that may be inside the engine at once; None does not limit them.
 
         Most requests end well before their `max_tokens`, so more than the KV pool holds may be let in. The pool of a
-        remote engine is not known here.
+        remote engine, and one that is as large as a card's memory, are not known here.
         """
-        if self.max_tokens_in_flight is None and self.engine_urls:
+        if self.max_tokens_in_flight is not None:
+            return self.max_tokens_in_flight
+        if self.engine_urls:
             return None
-        return self.max_tokens_in_flight or 4 * self.max_total_tokens
+        return None if self.kv_tokens is None else 4 * self.kv_tokens
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:

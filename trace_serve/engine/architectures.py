@@ -94,6 +94,8 @@ class Architecture:
         if device == "cpu" or not recipe.is_bf16:
             self._check_attention()
         self._check_family(ranks)
+        if device == "cuda":
+            self._check_ranks(ranks)
         self._check_window(context_length)
         self._check_recipe(recipe)
 
@@ -139,6 +141,16 @@ class Architecture:
                 f"config layer_types names {stated.count(_FULL)} full-attention layers, but SGLang builds layers by "
                 f"full_attention_interval ({self.text.get('full_attention_interval')!r}, default 4), which gives "
                 f"{len(self.kv_layers)}; add full_attention_interval to config.json so that both agree"
+            )
+
+    def _check_ranks(self, ranks: int) -> None:
+        """SGLang pads heads on the CPU; on a card it asserts, once every process has loaded its libraries."""
+        heads, kv_heads = (_count(self.text, f"num_{kind}_heads") for kind in ("attention", "key_value"))
+        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+            raise ConfigError(
+                f"tensor_parallel: got {ranks}, expected a number of cards that divides the model's {heads} heads, and "
+                f"divides its {kv_heads} KV heads or is a multiple of them",
+                field="tensor_parallel",
             )
 
     def _check_window(self, context_length: int | None) -> None:

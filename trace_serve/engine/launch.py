@@ -11,118 +11,63 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trace_serve.engine import spec
 from trace_serve.engine.architectures import Architecture
+from trace_serve.engine.command import EngineCommand, check_extra, engine_command
+from trace_serve.engine.config import EngineConfig
 from trace_serve.engine.telemetry import Telemetry
 from trace_serve.errors import ConfigError, EngineError, SeamError, TraceServeError
-from trace_serve.hints.options import HintOptions
 from trace_serve.hints.sinks import remove_stale
 from trace_serve.policy.digest import digest_directory
 from trace_serve.policy.packed import check_directory
 from trace_serve.policy.tokenizer import chat_template_digest, tokenizer_digest
-from trace_serve.recipe import PRESETS, Recipe
+from trace_serve.recipe import PRESETS
+
+__all__ = ["EngineConfig", "EngineProcess"]
 
 _POLL_S = 0.25
+_ARGPARSE = 2
+"""Exit status of a process whose command line SGLang cannot read."""
 _DRAIN_S = 5.0
-_FRONT_END_SECRETS = ("TRACE_SERVE_API_KEY", "TRACE_SERVE_ADMIN_KEY")
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """How to run one model.
-
-    Attributes:
-        model: directory with Hugging Face model files.
-        recipe: numeric choices; None is BF16, the training-time version.
-        hint_dir: where requests for hint files are written; None refuses them.
-        hints: sites and layers that the engine keeps, and the options of a request that does not say otherwise.
-        hint_urls: URL prefixes that a request may name as the place of its hints.
-        hint_shm: whether hints may go to shared memory.
-        hint_ttl_s: age at which a hint file is removed; None keeps it.
-        hint_dir_bytes: size of the hint directory above which its oldest files are removed; None does not limit it.
-        log_path: file that receives the engine's output; None is `engine.log` in its run directory.
-        policy_digest: digest of `model` when the caller has it already; None computes it.
-        max_total_tokens: size of the KV pool in tokens.
-        max_running_requests: requests decoded together.
-        chunked_prefill_size: tokens a prefill pass; longer prompts are cut.
-        context_length: longest prompt plus answer; None takes the model's own.
-        stall_limit_s: seconds without a sign of life after which the scheduler counts as frozen.
-        refit_timeout_s: seconds without a word from its trainer after which a weight update counts as failed.
-        partial_refit: whether a weight update may leave tensors out, because they are not trained.
-        tensor_parallel: ranks that share the model, each with a core of its own on the CPU; it has to divide the KV
-            heads or be divided by them, and leave each expert a multiple of 16 intermediate values.
-        device: `cpu` or `cuda`.
-        metrics: whether SGLang's own Prometheus metrics are on its `/metrics`.
-        extra_args: further arguments of SGLang's server, as on its command line.
-    """
-
-    model: Path
-    recipe: Recipe | None = None
-    hint_dir: Path | None = None
-    hints: HintOptions = field(default_factory=HintOptions)
-    hint_urls: tuple[str, ...] = ()
-    hint_shm: bool = False
-    hint_ttl_s: float | None = None
-    hint_dir_bytes: int | None = None
-    log_path: Path | None = None
-    policy_digest: str | None = None
-    max_total_tokens: int = 16384
-    max_running_requests: int = 32
-    chunked_prefill_size: int = 2048
-    context_length: int | None = None
-    stall_limit_s: float = 20.0
-    refit_timeout_s: float = 300.0
-    partial_refit: bool = False
-    tensor_parallel: int = 1
-    device: str = "cpu"
-    metrics: bool = False
-    extra_args: tuple[str, ...] = field(default=())
-
-
-def _cores_of_ranks(ranks: int) -> str:
-    """SGLang's list of cores for each rank, separated by `|`: equal shares, or one in turn where there are few."""
-    cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // ranks)
-    groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(ranks)]
-    return "|".join(",".join(map(str, group)) for group in groups)
-
-
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+        sock.bind((host, 0))
         return int(sock.getsockname()[1])
 
 
 class EngineProcess:
-    """One SGLang server on loopback behind a secret key, in its own process group.
+    """One SGLang server behind a secret key, in its own process group.
 
-    Not restarted by itself; `server.supervisor` does that with a fresh instance.
+    Not restarted by itself; `server.engines.supervisor` does that with a fresh instance.
+
+    Args:
+        config: how to run the model.
+        api_key: bearer key of the engine; None makes one.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, api_key: str | None = None) -> None:
         self.config = config
         self.recipe = config.recipe or PRESETS["bf16"]
         self.served_name = config.model.name
-        self.api_key = secrets.token_hex(24)
-        self._port = 0
-        self._model_arguments: tuple[str, ...] = ()
-        self._model_package = "trace_serve.engine.models"
+        self.api_key = api_key or secrets.token_hex(24)
+        self._port = config.port
         self._process: subprocess.Popen[bytes] | None = None
         self._run_dir: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        host = "127.0.0.1" if self.config.host == "0.0.0.0" else self.config.host
+        return f"http://{host}:{self._port}"
 
     @property
     def pid(self) -> int | None:
@@ -147,6 +92,57 @@ class EngineProcess:
         """
         if self._process is not None:
             raise EngineError("the engine is already started; make a new EngineProcess to start another")
+        command = self._prepare("main")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                command.words,
+                env=command.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def resolve(self, timeout_s: float = 300.0) -> dict[str, Any]:
+        """What `start` would run: SGLang's arguments as it resolves them, without weights, a port or a card.
+
+        Values that SGLang takes from the memory of a card are those of the machine that asks.
+
+        Returns:
+            `command`: words of the command line; `arguments`: every argument of SGLang's server that is not at its
+            default; `seams`: number of verified places in SGLang.
+
+        Raises:
+            What `start` and `wait_ready` raise for arguments and seams.
+        """
+        command = self._prepare("resolve")
+        try:
+            done = subprocess.run(
+                command.words, env=command.environment, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        finally:
+            self.stop()
+        if done.returncode != 0:
+            raise _failure(done.returncode, f"arguments of the engine for {self.config.model}", _reason(done.stderr))
+        resolved: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return {"command": command.words, **resolved}
+
+    def _prepare(self, module: str) -> EngineCommand:
+        """Checks what can be checked without SGLang, and makes the run directory."""
+        config = self.config
+        architecture = self._checked()
+        check_extra(config.extra_args)
+        self._run_dir = tempfile.TemporaryDirectory(prefix="trace-serve-engine-")
+        Telemetry(self._run_dir.name, create=True, ranks=config.tensor_parallel)
+        if config.hint_dir is not None:
+            config.hint_dir.mkdir(parents=True, exist_ok=True)
+        self._port = config.port or _free_port(config.host)
+        return engine_command(
+            config, self._spec(), architecture, module=module, name=self.served_name, port=self._port, key=self.api_key
+        )
+
+    def _checked(self) -> Architecture:
         if importlib.util.find_spec("sglang") is None:
             raise ConfigError("sglang is not installed here; run `pip install 'trace-serve[engine]'`", field="engine")
         if not self.recipe.exact_in_bf16:
@@ -166,8 +162,6 @@ class EngineProcess:
             context_length=self.config.context_length,
             ranks=self.config.tensor_parallel,
         )
-        self._model_arguments = architecture.arguments(device=self.config.device)
-        self._model_package = architecture.model_package
         packed = check_directory(self.config.model, self.recipe)
         if packed is not None and self.config.tensor_parallel > 1 and self.recipe.four_over_six != "off":
             raise ConfigError(
@@ -179,21 +173,7 @@ class EngineProcess:
             raise ConfigError(
                 f"tensor_parallel: got {self.config.tensor_parallel}, expected 1 or more ranks", field="tensor_parallel"
             )
-        self._run_dir = tempfile.TemporaryDirectory(prefix="trace-serve-engine-")
-        Telemetry(self._run_dir.name, create=True, ranks=self.config.tensor_parallel)
-        if self.config.hint_dir is not None:
-            self.config.hint_dir.mkdir(parents=True, exist_ok=True)
-        self._port = _free_port()
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "trace_serve.engine.main", *self._arguments()],
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        return architecture
 
     def _spec(self) -> spec.EngineSpec:
         model = self.config.model
@@ -215,61 +195,6 @@ class EngineProcess:
             hint_ttl_s=self.config.hint_ttl_s,
             hint_dir_bytes=self.config.hint_dir_bytes,
         )
-
-    def _environment(self) -> dict[str, str]:
-        env = {**os.environ, spec.ENV: self._spec().to_env(), spec.KEY_ENV: self.api_key}
-        for name in _FRONT_END_SECRETS:
-            env.pop(name, None)
-        env.pop("SGLANG_PLUGINS", None)
-        env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-        env.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", self._model_package)
-        # Over TCP, torch's rendezvous would listen on every interface, for anybody.
-        assert self._run_dir is not None
-        env.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._run_dir.name}/rendezvous")
-        # With a file in its place, SGLang names shared memory after these alone.
-        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port))
-        env.pop("PROMETHEUS_MULTIPROC_DIR", None)
-        if self.config.metrics:
-            # SGLang's processes share their counters through files; here they are removed with the engine.
-            shared = Path(self._run_dir.name) / "metrics"
-            shared.mkdir(exist_ok=True)
-            env["PROMETHEUS_MULTIPROC_DIR"] = str(shared)
-        if self.config.device == "cpu":
-            env.update(SGLANG_USE_CPU_ENGINE="1", CUDA_VISIBLE_DEVICES="")
-            # Two engines and their clients share the cores here; more threads than one a scheduler only contend.
-            env.setdefault("OMP_NUM_THREADS", "1")
-            if self.config.tensor_parallel > 1:
-                env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_of_ranks(self.config.tensor_parallel))
-        return env
-
-    def _arguments(self) -> list[str]:
-        config = self.config
-        arguments = {
-            "--model-path": str(config.model),
-            "--served-model-name": self.served_name,
-            "--host": "127.0.0.1",
-            "--port": str(self._port),
-            "--device": config.device,
-            "--dtype": "bfloat16",
-            "--max-total-tokens": str(config.max_total_tokens),
-            "--max-running-requests": str(config.max_running_requests),
-            "--chunked-prefill-size": str(config.chunked_prefill_size),
-            "--log-level": "warning",
-        }
-        if config.tensor_parallel > 1:
-            arguments["--tp-size"] = str(config.tensor_parallel)
-        if config.device == "cpu":
-            arguments["--attention-backend"] = "torch_native"
-        if config.context_length is not None:
-            arguments["--context-length"] = str(config.context_length)
-        if self.recipe.experts != "bf16":
-            arguments["--quantization"] = spec.QUANTIZATION
-        flags = ["--skip-server-warmup", "--sleep-on-idle", "--enable-return-routed-experts"]
-        if config.metrics:
-            flags.append("--enable-metrics")
-        # Joined by "=", so that no value can be taken for an option, whatever it starts with.
-        joined = [f"{name}={value}" for name, value in arguments.items()]
-        return [*joined, *flags, *self._model_arguments, *config.extra_args]
 
     def poll(self) -> int | None:
         """The exit status, or None while the process runs."""
@@ -314,11 +239,7 @@ class EngineProcess:
         return loaded
 
     def _ended(self) -> TraceServeError:
-        words = self.last_words()
-        # A scheduler that finds a moved seam takes its parent down by a signal, so its words are looked at too.
-        seam = self.poll() == spec.EXIT_SEAM or "SeamError" in words
-        kind = SeamError if seam else ConfigError if self.poll() == ConfigError.exit_code else EngineError
-        return kind(f"engine for {self.config.model} exited with status {self.poll()}: {words}")
+        return _failure(self.poll(), f"engine for {self.config.model}", self.last_words())
 
     def _canary(self, loaded: dict[str, Any], timeout_s: float) -> None:
         """One greedy request. On an FP4 engine its hints must be there and not be all zero."""
@@ -358,14 +279,9 @@ class EngineProcess:
     def last_words(self) -> str:
         """The reason the engine gave, or the end of its log."""
         try:
-            lines = self.log_path.read_text(errors="replace").strip().splitlines()
+            return _reason(self.log_path.read_text(errors="replace"))
         except OSError:
             return "it left no log"
-        for line in reversed(lines):
-            if spec.FAILURE_PREFIX in line:
-                return line.split(spec.FAILURE_PREFIX, 1)[1]
-        errors = [line for line in lines if "Error" in line]
-        return (errors or lines or ["its log is empty"])[-1].strip()[-600:]
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Kills the whole process group and waits for it; safe to call twice.
@@ -400,3 +316,20 @@ class EngineProcess:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _failure(status: int | None, what: str, words: str) -> TraceServeError:
+    # A scheduler that finds a moved seam takes its parent down by a signal, so its words are looked at too.
+    seam = status == spec.EXIT_SEAM or "SeamError" in words
+    refused = status in (ConfigError.exit_code, _ARGPARSE)
+    kind = SeamError if seam else ConfigError if refused else EngineError
+    return kind(f"{what} exited with status {status}: {words}")
+
+
+def _reason(output: str) -> str:
+    lines = output.strip().splitlines()
+    for line in reversed(lines):
+        if spec.FAILURE_PREFIX in line:
+            return line.split(spec.FAILURE_PREFIX, 1)[1]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["its log is empty"])[-1].strip()[-600:]

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 from trace_serve.engine import spec, startup
 from trace_serve.errors import SeamError, TraceServeError
@@ -29,7 +31,13 @@ def _exit_with_parent(parent: int) -> None:
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
 
 
-def _run(argv: list[str]) -> None:
+def prepare(argv: list[str]) -> Any:
+    """Verifies the seams of this process and returns SGLang's arguments, the engine's key among them.
+
+    Raises:
+        SeamError: the process was not started by `engine.launch`, or a place in SGLang is not what it was.
+        ConfigError: an argument cannot be right; `field` is the flag.
+    """
     engine_spec = spec.from_env()
     if engine_spec is None:
         raise SeamError(f"{spec.ENV} is not set; start engines with trace_serve.engine.launch")
@@ -46,7 +54,6 @@ def _run(argv: list[str]) -> None:
 
     seams.require(seams.check_process())
     startup.mark("seams")
-    from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
     server_args = prepare_server_args([*argv, f"--api-key={key}"])
@@ -54,14 +61,22 @@ def _run(argv: list[str]) -> None:
     start.refuse_unverified(server_args)
     if not engine_spec.recipe.is_bf16:
         refusals.refuse(server_args)
+    return server_args
+
+
+def _serve(argv: list[str]) -> None:
+    server_args = prepare(argv)
+    from sglang.launch_server import run_server
+
     run_server(server_args)
 
 
-def main() -> int:
+def main(run: Callable[[list[str]], None] = _serve) -> int:
+    """Runs one of the engine's processes; returns its exit status and leaves the reason of a failure on stderr."""
     from sglang.srt.utils import kill_process_tree
 
     try:
-        _run(sys.argv[1:])
+        run(sys.argv[1:])
     except Exception as exc:
         # The launcher shows this line; the traceback stays in the log above it.
         known = isinstance(exc, TraceServeError)

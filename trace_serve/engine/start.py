@@ -31,6 +31,12 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("smg_grpc_mode", bool, "its gRPC server has neither the API key nor the hints; remove it"),
     ("grpc_mode", bool, "its gRPC server has neither the API key nor the hints; remove it"),
     ("grpc_port", lambda value: value is not None, "its gRPC listener asks for no API key; remove it"),
+    (
+        "nnodes",
+        lambda value: value != 1,
+        "engines of several machines would not find each other, and nothing here verifies those of the others; run "
+        "SGLang's own server on each machine, or an engine on each behind the front-end or smg",
+    ),
     ("use_ray", bool, "its actors are started by Ray, where nothing verifies them; remove it"),
     ("encoder_only", bool, "an encoder has no experts and no KV cache; remove it"),
 )

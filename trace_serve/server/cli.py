@@ -53,7 +53,10 @@ def serve(
     ] = None,
     engine_log: Annotated[Path | None, typer.Option(help="File for the engine's output.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    tensor_parallel: Annotated[int | None, typer.Option(help="Cards of this machine that share the model.")] = None,
+    max_total_tokens: Annotated[int | None, typer.Option(help="Size of the engine's KV pool in tokens.")] = None,
     context_length: Annotated[int | None, typer.Option(help="Tokens; default is the model's own.")] = None,
+    engine_args: Annotated[str | None, typer.Option(help="Further arguments of SGLang's server.")] = None,
     max_in_flight: Annotated[int | None, typer.Option(help="Requests inside the engine at once.")] = None,
     max_queue: Annotated[int | None, typer.Option(help="Requests waiting for a place.")] = None,
     max_per_key: Annotated[int | None, typer.Option(help="Requests of one API key, running and waiting.")] = None,
@@ -70,6 +73,9 @@ def serve(
         str | None, typer.Option(help="presidio, module:function, or none to write texts as they are.")
     ] = None,
     request_log_share: Annotated[float | None, typer.Option(help="Share of conversations recorded; default 1.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all of this and print the engine's arguments; start nothing.")
+    ] = False,
     exit_with_parent: Annotated[
         bool | None, typer.Option("--exit-with-parent", help="Stop when the starting process is gone.", hidden=True)
     ] = None,
@@ -79,7 +85,7 @@ def serve(
     Every option can also be set as TRACE_SERVE_<NAME>; further limits and time-outs only so. Exit codes: 0 after
     SIGTERM or Ctrl-C, 3 when the policy may not be served, 4 when the engine cannot be kept running.
     """
-    from trace_serve.server.run import fail, serve_policy
+    from trace_serve.server.run import check_policy, fail, serve_policy
 
     try:
         settings = Settings.load(
@@ -107,7 +113,10 @@ def serve(
             engine_unverified=engine_unverified,
             engine_log=engine_log,
             device=device,
+            tensor_parallel=tensor_parallel,
+            max_total_tokens=max_total_tokens,
             context_length=context_length,
+            engine_args=engine_args,
             max_in_flight=max_in_flight,
             max_queue=max_queue,
             max_per_key=max_per_key,
@@ -120,7 +129,7 @@ def serve(
             request_log_share=request_log_share,
             exit_with_parent=exit_with_parent,
         )
-        code = serve_policy(policy, settings)
+        code = check_policy(policy, settings) if dry_run else serve_policy(policy, settings)
     except TraceServeError as error:
         code = fail(error)
     raise typer.Exit(code)

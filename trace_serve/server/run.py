@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import sys
@@ -10,10 +11,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import structlog
 import uvicorn
 
+from trace_serve.engine.settings import engine_config
 from trace_serve.errors import EXIT_PASS, ConfigError, TraceServeError
 from trace_serve.server.admin.run import Admin, open_registry
 from trace_serve.server.app import create_app
@@ -64,6 +67,23 @@ def serve_policy(
         return run_server(settings, authorization, (engines or engine_factory)(settings), registry)
 
 
+def check_policy(policy: str | None, settings: Settings) -> int:
+    """Authorises a policy and has SGLang resolve the arguments of its engine; prints both as JSON, serves nothing.
+
+    Raises:
+        TraceServeError: the policy may not be served, or not with these arguments.
+    """
+    check_remote(settings)
+    authorization = _authorize(policy, settings, open_registry(settings))
+    told: dict[str, Any] = {} if authorization is None else authorization.summary()
+    if authorization is not None and not settings.engine_urls:
+        from trace_serve.engine.launch import EngineProcess
+
+        told |= EngineProcess(engine_config(settings, authorization.path, authorization.recipe)).resolve()
+    print(json.dumps(told, indent=2))
+    return EXIT_PASS
+
+
 def _authorize(policy: str | None, settings: Settings, registry: Registry | None) -> Authorization | None:
     if policy is None and (registry is None or settings.admin_port is None):
         raise ConfigError(
@@ -85,30 +105,10 @@ def _authorize(policy: str | None, settings: Settings, registry: Registry | None
 
 def engine_factory(settings: Settings) -> EngineFactory:
     """Makes engines for policies; each one digests the files again, so that an edit after the check is noticed."""
-    from trace_serve.engine.launch import EngineConfig, EngineProcess
+    from trace_serve.engine.launch import EngineProcess
 
     def make(authorization: Authorization) -> EngineLike:
-        engine = EngineProcess(
-            EngineConfig(
-                model=authorization.path,
-                recipe=authorization.recipe,
-                hint_dir=settings.hint_dir,
-                hints=settings.hints,
-                hint_ttl_s=settings.hint_ttl_s,
-                hint_dir_bytes=settings.hint_dir_max_bytes,
-                log_path=settings.engine_log,
-                max_total_tokens=settings.max_total_tokens,
-                max_running_requests=settings.max_running_requests,
-                chunked_prefill_size=settings.chunked_prefill_size,
-                context_length=settings.context_length,
-                stall_limit_s=settings.engine_stall_limit_s,
-                device=settings.device,
-                metrics=settings.engine_metrics,
-                extra_args=()
-                if settings.tool_call_parser is None
-                else (f"--tool-call-parser={settings.tool_call_parser}",),
-            )
-        )
+        engine = EngineProcess(engine_config(settings, authorization.path, authorization.recipe))
         return engine if settings.engine_log is not None else FollowedEngine(engine)
 
     return make

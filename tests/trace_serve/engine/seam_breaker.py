@@ -127,7 +127,14 @@ def cases() -> Iterator[Case]:
         yield "unpatched", patch.name.removesuffix(".patch"), lambda name=patch.name: unpatch(name), nothing
     yield "plugin left out", first.name, lambda: os.environ.update(SGLANG_PLUGINS="another"), nothing
     yield "plugin fails", first.name, lambda: setattr(plugin, "_insert_first", fail), nothing
-    for flag in ("--tokenizer-worker-num=2", "--grpc-port=1", "--use-ray", "--encoder-only", "--smg-grpc-mode"):
+    for flag in (
+        "--tokenizer-worker-num=2",
+        "--grpc-port=1",
+        "--use-ray",
+        "--encoder-only",
+        "--smg-grpc-mode",
+        "--nnodes=2",
+    ):
         yield "refused", flag.partition("=")[0], lambda: None, (flag,)
     yield "refused", "SGLANG_RUST_SERVER", lambda: os.environ.update(SGLANG_RUST_SERVER="1"), nothing
 

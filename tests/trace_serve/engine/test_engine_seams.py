@@ -73,7 +73,7 @@ def test_what_nothing_would_verify_is_refused_by_name(broken: dict[str, Any]) ->
     assert {case["code"] for case in cases} == {EXIT_CONFIG}
     for case in cases:
         assert f"{spec.FAILURE_PREFIX}{case['seam']}: " in case["output"]
-    assert len(cases) == 6
+    assert len(cases) == 7
 
 
 def test_every_patch_has_a_probe_and_changes_what_it_says(broken: dict[str, Any]) -> None:
