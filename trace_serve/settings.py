@@ -52,6 +52,7 @@ class Settings(BaseSettings):
     )
     hint_sites: str = Field("experts_in,k,v", description="sites the engine keeps, separated by commas")
     hint_layers: str = Field("all", description="layers whose hints are kept: all, deeper-half, or indices as in 3,4,5")
+    hint_codes: str = Field("lsb", description="the lowest bits of codes, or whole codes for a full replay: lsb, full")
     hint_scale: str = Field("lsb", description="how much of a block scale hints carry: lsb, byte or none")
     hint_ttl_s: float | None = Field(86400.0, gt=0, description="age at which a hint file is removed")
     hint_dir_max_bytes: int | None = Field(
@@ -171,7 +172,7 @@ class Settings(BaseSettings):
         Raises:
             ConfigError: naming the setting.
         """
-        return from_settings(self.hint_sites, self.hint_layers, self.hint_scale)
+        return from_settings(self.hint_sites, self.hint_layers, self.hint_codes, self.hint_scale)
 
     @property
     def kv_tokens(self) -> int | None:

@@ -80,19 +80,20 @@ def parse(value: Any, defaults: HintOptions) -> HintOptions:
     return HintOptions(**given)
 
 
-def from_settings(sites: str, layers: str, scale: str) -> HintOptions:
+def from_settings(sites: str, layers: str, codes: str, scale: str) -> HintOptions:
     """What an operator gave as text: sites and layer indices separated by commas.
 
     Raises:
-        ConfigError: `field` is `hint_sites`, `hint_layers` or `hint_scale`.
+        ConfigError: `field` is `hint_sites`, `hint_layers`, `hint_codes` or `hint_scale`.
     """
     split = tuple(part.strip() for part in sites.split(","))
     check_sites(split, "hint_sites")
     parts = [part.strip() for part in layers.split(",")]
     chosen: Layers = tuple(map(int, parts)) if all(p.isascii() and p.isdecimal() for p in parts) else layers
     check_layer_choice(chosen, "hint_layers")
+    _check_word(codes, CODE_KINDS, "hint_codes")
     _check_word(scale, SCALE_KINDS, "hint_scale")
-    return HintOptions(sites=split, layers=chosen, scale=scale)
+    return HintOptions(sites=split, layers=chosen, codes=codes, scale=scale)
 
 
 def layers_of(choice: Layers, layers: int) -> tuple[int, ...]:

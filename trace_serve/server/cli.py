@@ -33,6 +33,7 @@ def serve(
     hint_dir: Annotated[Path | None, typer.Option(help="Directory for hint files.")] = None,
     hint_sites: Annotated[str | None, typer.Option(help="Sites to keep: experts_in, k, v, experts_mid.")] = None,
     hint_layers: Annotated[str | None, typer.Option(help="all, deeper-half, or layer indices as in 3,4,5.")] = None,
+    hint_codes: Annotated[str | None, typer.Option(help="lsb, or full for whole codes.")] = None,
     hint_scale: Annotated[str | None, typer.Option(help="lsb, byte or none.")] = None,
     registry: Annotated[Path | None, typer.Option(help="Directory of policies that may be activated.")] = None,
     state_dir: Annotated[
@@ -103,6 +104,7 @@ def serve(
             hint_dir=hint_dir,
             hint_sites=hint_sites,
             hint_layers=hint_layers,
+            hint_codes=hint_codes,
             hint_scale=hint_scale,
             registry=registry,
             state_dir=state_dir,

@@ -19,6 +19,8 @@ from typing import Any
 import engine_model
 import numpy as np
 import pytest
+import torch
+import transformers
 from engine_client import (
     agreement,
     assert_rows_equal,
@@ -33,8 +35,13 @@ from engine_client import (
 )
 
 from trace_serve.engine.launch import EngineConfig, EngineProcess
+from trace_serve.guided.hf.fake_quantized import fake_quantize
+from trace_serve.guided.replay import HintedRounding
+from trace_serve.guided.routing import RoutingReplay
 from trace_serve.hints import wire
 from trace_serve.hints.options import HintOptions
+from trace_serve.mismatch.sites import MeasuredRounding, shares
+from trace_serve.nvfp4 import Quantized, dequantize
 from trace_serve.policy.manifest import Policy
 
 pytestmark = pytest.mark.engine
@@ -45,14 +52,14 @@ ALIGNED = 0.97
 
 @pytest.fixture(scope="module")
 def small_engine(fp4_policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """A KV pool that a few requests fill, no prefix cache, no overlap, odd prefill chunks, and every site kept."""
+    """A KV pool that a few requests fill, no prefix cache, no overlap, odd chunks, whole codes of every site."""
     directory = tmp_path_factory.mktemp("small-engine")
     config = EngineConfig(
         model=fp4_policy.path,
         recipe=fp4_policy.recipe,
         hint_dir=directory / "hints",
         log_path=directory / "engine.log",
-        hints=HintOptions(sites=("experts_in", "k", "v", "experts_mid"), scale="byte"),
+        hints=HintOptions(sites=("experts_in", "k", "v", "experts_mid"), codes="full", scale="byte"),
         max_total_tokens=512,
         max_running_requests=16,
         chunked_prefill_size=37,
@@ -225,6 +232,8 @@ def test_layers_sites_and_scales_are_chosen_by_the_request(fp4_engine: EnginePro
         ({"sites": ["q"]}, "trace_hints.sites"),
         ({"sites": []}, "trace_hints.sites"),
         ({"sites": ["experts_mid"]}, "trace_hints.sites"),
+        ({"codes": "full"}, "trace_hints.codes"),
+        ({"codes": "all"}, "trace_hints.codes"),
         ({"layers": [4]}, "trace_hints.layers"),
         ({"layers": "half"}, "trace_hints.layers"),
         ({"layers": [1, 1]}, "trace_hints.layers"),
@@ -339,8 +348,52 @@ def test_the_middle_rows_belong_to_the_routed_experts(small_engine: EngineProces
     assert (halves[:, :, 0] != halves[:, :, 1]).any(axis=-1).all()
 
 
+def test_whole_codes_end_in_the_ordinary_bits(small_engine: EngineProcess, fp4_engine: EngineProcess) -> None:
+    prompt = engine_model.token_ids(33, 40)
+    whole = decoded(generate(small_engine, prompt, new=12))
+    ordinary = decoded(generate(small_engine, prompt, new=12, hints={"codes": "lsb"}))
+    assert all(site.codes is None for site in ordinary.sites)
+    assert_rows_equal(whole, ordinary)
+    # K and V have their codes in the pool of any engine.
+    of_pool = decoded(generate(fp4_engine, prompt, new=1, hints={"codes": "full", "sites": ["k", "v"]}))
+    for site in (*whole.sites, *of_pool.sites):
+        assert site.codes is not None
+        nibbles = np.stack((site.codes & 0xF, site.codes >> 4), axis=-1).reshape(*site.bits.shape, 16)
+        assert len(np.unique(nibbles)) == 16
+        np.testing.assert_array_equal((site.bits[..., None] >> np.arange(16)) & 1, nibbles & 1)
+
+
+def test_a_replay_keeps_the_codes_of_the_rollout(
+    small_engine: EngineProcess, fp4_policy: Policy, request: pytest.FixtureRequest
+) -> None:
+    """The trainer's own codes of every operand are nearly those that are replayed, so they are the right rows of it."""
+    recipe = fp4_policy.recipe
+    rollout = decoded(generate(small_engine, engine_model.token_ids(34, 40), new=12))
+    directory = request.getfixturevalue("engine_model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    replay = HintedRounding(recipe, [rollout], mode="replay")
+    measured = MeasuredRounding(replay, HintedRounding(recipe, [rollout], mode="replay"), recipe)
+    fake_quantize(model, recipe, measured)
+    ids = torch.from_numpy(rollout.token_ids.astype(np.int64)).unsqueeze(0)
+    with RoutingReplay(model, [rollout]), torch.inference_mode():
+        model(ids)
+    found = shares([measured])
+    assert sorted(found) == ["experts_in", "experts_mid", "k", "v"]
+    differing = {name: site.total.codes for name, site in found.items()}
+    assert all(share is not None and share < 0.1 for share in differing.values()), differing
+    site = rollout.site("k")
+    assert site.codes is not None
+    assert site.scales is not None
+    scale = torch.tensor(recipe.kv_scales(1)[0])
+    stored = Quantized(torch.from_numpy(site.codes[:, 1]), torch.from_numpy(site.scales[:, 1]), scale)
+    heads = engine_model.KV_HEADS
+    x = torch.zeros(1, heads, rollout.rows, engine_model.HEAD_DIM, dtype=torch.bfloat16)
+    expected = dequantize(stored, x.dtype).reshape(1, rollout.rows, heads, -1).transpose(1, 2)
+    assert torch.equal(replay.keys(1, x, 0), expected)
+
+
 def test_the_report_names_what_is_kept(small_engine: EngineProcess, fp4_engine: EngineProcess) -> None:
     kept = small_engine.request("/trace/report")["hints"]
     assert kept["sites"] == ["experts_in", "experts_mid", "k", "v"]
-    assert (kept["layers"], kept["scale"]) == ([0, 1, 2, 3], "byte")
+    assert (kept["layers"], kept["codes"], kept["scale"]) == ([0, 1, 2, 3], "full", "byte")
     assert fp4_engine.request("/trace/report")["hints"]["sites"] == ["experts_in", "k", "v"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,14 @@ def make_site(name: str, rows: int, layers: tuple[int, ...], blocks: int, seed: 
     return wire.Site(**{**fields, **changes})
 
 
+def with_codes(site: wire.Site, seed: int = 5) -> wire.Site:
+    """The site with whole codes, and the bits that they end in."""
+    codes = np.random.default_rng(seed).integers(0, 256, (*site.bits.shape[:2], site.values // 2), dtype=np.uint8)
+    odd = np.stack((codes & 1, codes >> 4 & 1), axis=-1).reshape(*site.bits.shape, 16)
+    bits = np.packbits(odd, axis=-1, bitorder="little").view("<u2")[..., 0]
+    return replace(site, codes=codes, bits=bits)
+
+
 def make_file(rows: int = 11, **changes: Any) -> wire.HintFile:
     rng = np.random.default_rng(rows)
     log2 = rng.integers(-20, 20, (rows, 3, 1), dtype=np.int8)
@@ -33,7 +42,7 @@ def make_file(rows: int = 11, **changes: Any) -> wire.HintFile:
         "sites": (
             make_site("experts_in", rows, (0, 1, 5), 36, 1, global_log2=log2),
             make_site("k", rows, (0, 5), 4, 2),
-            make_site("v", rows, (0, 5), 4, 3),
+            with_codes(make_site("v", rows, (0, 5), 4, 3)),
             make_site(
                 "experts_mid", rows, (1, 5), 6, 4, groups=2, global_scale=rng.random((rows, 2, 2), dtype=np.float32)
             ),
@@ -79,7 +88,9 @@ def same_site(a: wire.Site, b: wire.Site) -> bool:
     for x, y in ((a.global_log2, b.global_log2), (a.global_scale, b.global_scale)):
         if x is not None and y is not None and not np.array_equal(x[a.present], y[b.present]):
             return False
-    if not np.array_equal(a.bits[a.present], b.bits[b.present]):
+    if a.code_kind != b.code_kind or not np.array_equal(a.bits[a.present], b.bits[b.present]):
+        return False
+    if a.codes is not None and b.codes is not None and not np.array_equal(a.codes[a.present], b.codes[b.present]):
         return False
     if a.scales is None or b.scales is None:
         return True

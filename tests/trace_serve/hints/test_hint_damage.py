@@ -105,6 +105,12 @@ def set_array(name, array):
         (set_key("sites", "{}"), "tensors"),
         (set_site(values=10**18), "k.scale_lsb"),
         (set_site(values=7), "sites"),
+        (set_site(values="64"), "sites"),
+        (set_site(codes="full"), "k.codes"),
+        (set_site(codes="both"), "sites"),
+        (set_site(codes=None), "sites"),
+        (set_site(scale=["lsb"]), "sites"),
+        (set_site(extra=1), "sites"),
         (set_site(scale="both"), "sites"),
         (set_site(scale="byte"), "k.scale"),
         (set_site(global_scale="log2"), "k.global_log2"),
@@ -150,7 +156,7 @@ def test_shapes_that_lie_about_the_bytes_are_refused():
         header["k.bits"]["shape"] = [-9, -2, 4]
 
     def overlap(header):
-        header["k.bits"]["data_offsets"] = header["v.bits"]["data_offsets"]
+        header["k.present"]["data_offsets"] = header["v.present"]["data_offsets"]
 
     def odd_type(header):
         header["k.bits"]["dtype"] = "F64"
@@ -172,9 +178,9 @@ def test_the_checksum_is_the_documented_one():
     _, metadata = container.decode(DATA)
     header = json.loads(DATA[8:HEADER_END])
     raw = header["__metadata__"]
-    begin, end = header["v.bits"]["data_offsets"]
+    begin, end = header["v.codes"]["data_offsets"]
     payload = DATA[HEADER_END + begin : HEADER_END + end]
-    assert json.loads(raw["tensors"])["v.bits"]["sha256"] == hashlib.sha256(payload).hexdigest()
+    assert json.loads(raw["tensors"])["v.codes"]["sha256"] == hashlib.sha256(payload).hexdigest()
     rest = {key: value for key, value in raw.items() if key != "metadata_sha256"}
     canonical = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
     assert raw["metadata_sha256"] == hashlib.sha256(canonical).hexdigest()

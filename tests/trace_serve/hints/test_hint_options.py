@@ -14,8 +14,9 @@ def test_a_word_is_the_sink_and_the_rest_is_the_engines_default() -> None:
 
 
 def test_an_object_changes_what_it_names() -> None:
-    options = parse({"sites": ["v"], "layers": [0, 7], "first_token": 5, "versions": "all"}, HintOptions())
-    assert options == HintOptions(sites=("v",), layers=(0, 7), first_token=5, versions="all")
+    named = {"sites": ["v"], "layers": [0, 7], "codes": "full", "first_token": 5, "versions": "all"}
+    options = parse(named, HintOptions())
+    assert options == HintOptions(sites=("v",), layers=(0, 7), codes="full", first_token=5, versions="all")
 
 
 @pytest.mark.parametrize(
@@ -39,23 +40,28 @@ def test_a_layer_that_the_model_lacks_is_refused() -> None:
 
 
 def test_an_operators_text_is_read() -> None:
-    assert from_settings("k, v", "3,5", "none") == HintOptions(sites=("k", "v"), layers=(3, 5), scale="none")
-    assert from_settings("experts_mid", "deeper-half", "lsb").layers == "deeper-half"
+    assert from_settings("k, v", "3,5", "full", "none") == HintOptions(
+        sites=("k", "v"), layers=(3, 5), codes="full", scale="none"
+    )
+    assert from_settings("experts_mid", "deeper-half", "lsb", "lsb").layers == "deeper-half"
 
 
 @pytest.mark.parametrize(
-    ("sites", "layers", "scale", "field"),
+    ("sites", "layers", "codes", "scale", "field"),
     [
-        ("q", "all", "lsb", "hint_sites"),
-        ("", "all", "lsb", "hint_sites"),
-        ("k,k", "all", "lsb", "hint_sites"),
-        ("k", "half", "lsb", "hint_layers"),
-        ("k", "2,1", "lsb", "hint_layers"),
-        ("k", "", "lsb", "hint_layers"),
-        ("k", "all", "bits", "hint_scale"),
+        ("q", "all", "lsb", "lsb", "hint_sites"),
+        ("", "all", "lsb", "lsb", "hint_sites"),
+        ("k,k", "all", "lsb", "lsb", "hint_sites"),
+        ("k", "half", "lsb", "lsb", "hint_layers"),
+        ("k", "2,1", "lsb", "lsb", "hint_layers"),
+        ("k", "", "lsb", "lsb", "hint_layers"),
+        ("k", "all", "bits", "lsb", "hint_codes"),
+        ("k", "all", "lsb", "bits", "hint_scale"),
     ],
 )
-def test_an_operators_mistake_is_refused_by_setting(sites: str, layers: str, scale: str, field: str) -> None:
+def test_an_operators_mistake_is_refused_by_setting(
+    sites: str, layers: str, codes: str, scale: str, field: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
-        from_settings(sites, layers, scale)
+        from_settings(sites, layers, codes, scale)
     assert refused.value.field == field

@@ -37,6 +37,7 @@ def cut(hints: wire.HintFile, start: int, stop: int) -> wire.HintFile:
         dataclasses.replace(
             site,
             bits=site.bits[part],
+            codes=None if site.codes is None else site.codes[part],
             scales=None if site.scales is None else site.scales[part],
             present=site.present[part],
             global_log2=None if site.global_log2 is None else site.global_log2[part],
@@ -176,6 +177,7 @@ def siblings(shared: int, count: int = 3) -> dict[str, wire.HintFile]:
             dataclasses.replace(
                 a,
                 bits=np.concatenate([a.bits[:shared], b.bits[shared:]]),
+                codes=None if a.codes is None else np.concatenate([a.codes[:shared], b.codes[shared:]]),
                 scales=np.concatenate([a.scales[:shared], b.scales[shared:]]),
                 present=np.concatenate([a.present[:shared], ~a.present[shared:], b.present[60:]])[: tail.rows],
                 global_log2=None

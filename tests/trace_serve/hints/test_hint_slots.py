@@ -78,6 +78,19 @@ def test_several_groups_of_a_token_stay_together() -> None:
     assert torch.equal(2.0 ** rows.global_log2[0, 0].float(), q.global_scale[2:])
 
 
+def test_whole_codes_are_kept_in_place_of_their_lowest_bits() -> None:
+    q = quantized(3, 6)
+    bits, codes = ExpertSlots(10, (4,), 64), ExpertSlots(10, (4,), 64, codes=True)
+    for slots in (bits, codes):
+        slots.store(4, WRITTEN, q, number=0)
+    assert codes.nbytes - bits.nbytes == 10 * 4 * 6
+    rows, whole = (slots.read(WRITTEN.flip(0), passes(3)) for slots in (bits, codes))
+    assert rows.codes is None
+    assert whole.codes is not None
+    assert torch.equal(whole.codes[:, 0], q.codes.flip(0))
+    assert torch.equal(rows.bits.view(torch.int16), whole.bits.view(torch.int16))
+
+
 def test_an_empty_forward_pass_stores_nothing() -> None:
     slots, _ = filled()
     slots.store(2, torch.zeros(0, dtype=torch.int64), quantized(0, 3), number=1)
