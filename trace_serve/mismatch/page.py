@@ -14,7 +14,8 @@ _STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:80rem;"
     "padding:0 1rem}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}"
     "th,td{padding:.25rem .5rem;border-bottom:1px solid #8886;text-align:right}"
-    "th:first-child,td:first-child{text-align:left}figure{margin:1.5rem 0}svg{width:100%;height:auto}"
+    "th:first-child,td:first-child{text-align:left}td:not(:first-child){white-space:nowrap}"
+    "figure{margin:1.5rem 0}svg{width:100%;height:auto}"
     "svg text{fill:currentColor;font-size:12px}figcaption{font-weight:600}"
 )
 _SHARES: tuple[tuple[str, Callable[[Shares], float | None]], ...] = (
@@ -73,4 +74,4 @@ def _charts(rows: Sequence[Row]) -> Iterable[str]:
     with_gradient = {row.variant.label: list(row.gradient) for row in replayed if row.gradient}
     if with_gradient:
         places = range(len(next(iter(with_gradient.values()))))
-        yield line_chart("cosine of the gradient to the reference", "layer", places, with_gradient)
+        yield line_chart("cosine of the gradient to that of full replay", "layer", places, with_gradient)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 
 from trace_serve.engine.launch import EngineConfig, EngineProcess
 from trace_serve.errors import EngineError
-from trace_serve.hints import wire
+from trace_serve.hints import sinks, wire
 from trace_serve.hints.options import HintOptions
 from trace_serve.hints.rows import HintFile
 from trace_serve.mismatch.metrics import Top
 from trace_serve.recipe import Recipe
 
 START_TIMEOUT_S = 900.0
+HINTS_TIMEOUT_S = 300.0
 SPARE_TOKENS = 1024
 """KV slots beyond those of the rollouts, for the engine's own warm-up and page ends."""
 
@@ -30,7 +31,7 @@ class Rollout:
     """One sampled trajectory.
 
     Attributes:
-        hints: its hint file, with log-probabilities and routed experts.
+        hints: its hint file, with whole codes and scale bytes, log-probabilities and routed experts.
         top: the most probable tokens at each of the S sampled positions.
         temperature: that its log-probabilities belong to; 1 for greedy sampling.
     """
@@ -96,20 +97,28 @@ def roll_out(
     Raises:
         EngineError: the engine does not start, or a rollout has no usable hints.
     """
-    options = HintOptions(sites=tuple(sites), scale="byte")
+    options = HintOptions(sites=tuple(sites), codes="full", scale="byte")
     slots = sum(map(len, prompts)) + len(prompts) * sampling.tokens + SPARE_TOKENS
-    engine = EngineProcess(
-        EngineConfig(model=model, recipe=recipe, hints=options, log_path=log_path, max_total_tokens=slots)
-    )
-    progress("starting the FP4 engine")
-    engine.start()
-    try:
-        engine.wait_ready(START_TIMEOUT_S)
-        progress(f"sampling {len(prompts)} rollouts of {sampling.tokens} tokens")
-        with ThreadPoolExecutor(8) as pool:
-            return list(pool.map(lambda ids: _sample(engine, ids, sampling), prompts))
-    finally:
-        engine.stop()
+    with tempfile.TemporaryDirectory(prefix="trace-mismatch-") as hint_dir:
+        config = EngineConfig(
+            model=model,
+            recipe=recipe,
+            hints=options,
+            # Whole codes of a long rollout are more than an answer may carry.
+            hint_dir=Path(hint_dir),
+            log_path=log_path,
+            max_total_tokens=slots,
+        )
+        engine = EngineProcess(config)
+        progress("starting the FP4 engine")
+        engine.start()
+        try:
+            engine.wait_ready(START_TIMEOUT_S)
+            progress(f"sampling {len(prompts)} rollouts of {sampling.tokens} tokens")
+            with ThreadPoolExecutor(8) as pool:
+                return list(pool.map(lambda ids: _sample(engine, ids, sampling), prompts))
+        finally:
+            engine.stop()
 
 
 def _sample(engine: EngineProcess, prompt: Sequence[int], sampling: Sampling) -> Rollout:
@@ -121,14 +130,14 @@ def _sample(engine: EngineProcess, prompt: Sequence[int], sampling: Sampling) ->
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.tokens,
             "ignore_eos": True,
-            "custom_params": {"trace_hints": {"sink": "inline", "scale": "byte"}},
+            "custom_params": {"trace_hints": {"sink": "file"}},
         },
     }
     meta = engine.request("/generate", body, timeout_s=3600)["meta_info"]
     found = meta["trace_hints"]
-    if found.get("status") != "ok":
+    if found.get("status") != "queued":
         raise EngineError(f"the engine gave no hints: {found}")
-    hints = wire.from_bytes(base64.b64decode(found["data"]))
+    hints = wire.from_bytes(sinks.fetch(found["uri"], timeout_s=HINTS_TIMEOUT_S))
     wire.require_nonzero(hints)
     top = _top(meta.get("output_top_logprobs") or [], sampling)
     rollout = Rollout(hints, top, sampling.temperature or 1.0)

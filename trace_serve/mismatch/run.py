@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trace_serve.mismatch.subject import Subject
 from trace_serve.mismatch.trainer import Trainer, cosines
 from trace_serve.mismatch.variants import VARIANTS, Variant, probes
 
-REFERENCE = "trace"
+REFERENCE = "replay"
 """The variant whose gradient the others are compared with."""
 
 
@@ -64,7 +65,7 @@ class Measurement:
     """Everything that a report shows.
 
     Attributes:
-        hint_bytes: a token, at the sites that were kept: lowest bits and whole scale bytes.
+        hint_bytes: a token, at the sites that were kept: lowest bits and scale bytes.
         advice: what the probe recommends, or None.
     """
 
@@ -117,7 +118,7 @@ def measure(
         subject=subject,
         options=options,
         sites=sites,
-        hint_bytes=sum(site.bytes_per_token for site in engine[0].hints.sites),
+        hint_bytes=sum(replace(site, codes=None).bytes_per_token for site in engine[0].hints.sites),
         rows=rows,
         probes=extra,
         advice=advice(subject.dims, found["qat"], found["trace"], extra) if extra else None,
@@ -143,30 +144,30 @@ def _rows(
     for variant in sorted(variants, key=lambda each: each.key != REFERENCE):
         groups.setdefault(variant.recipe(subject.recipe), []).append(variant)
     found: dict[str, Row] = {}
-    references: list[Any] = []
-    for recipe, members in groups.items():
-        progress("loading the model in transformers")
-        trainer = Trainer(subject.path, recipe, subject.recipe)
-        for variant in members:
-            progress(f"measuring {variant.label} ({len(found) + 1} of {len(variants)})")
-            listed = variant in VARIANTS
-            measured = trainer.measure(variant, quads if variant.quads else engine, sites=listed)
-            gradient: tuple[float, ...] = ()
-            if listed and not variant.quads:
-                gradient = _gradient(trainer, variant, engine[: options.gradients], references)
-            found[variant.key] = Row(variant, measured.distance, measured.router, measured.sites, gradient)
+    with tempfile.TemporaryDirectory(prefix="trace-mismatch-") as references:
+        for recipe, members in groups.items():
+            progress("loading the model in transformers")
+            trainer = Trainer(subject.path, recipe, subject.recipe)
+            for variant in members:
+                progress(f"measuring {variant.label} ({len(found) + 1} of {len(variants)})")
+                listed = variant in VARIANTS
+                measured = trainer.measure(variant, quads if variant.quads else engine, sites=listed)
+                gradient: tuple[float, ...] = ()
+                if listed and not variant.quads:
+                    gradient = _gradient(trainer, variant, engine[: options.gradients], Path(references))
+                found[variant.key] = Row(variant, measured.distance, measured.router, measured.sites, gradient)
     return found
 
 
-def _gradient(
-    trainer: Trainer, variant: Variant, rollouts: Sequence[Rollout], references: list[Any]
-) -> tuple[float, ...]:
-    """Mean over rollouts of the cosine to the references by layer; the reference itself fills them first."""
-    total: Any = None
+def _gradient(trainer: Trainer, variant: Variant, rollouts: Sequence[Rollout], references: Path) -> tuple[float, ...]:
+    """Mean over rollouts of the cosine to the reference by layer.
+
+    The reference itself leaves its gradients in the directory: as large as the model each, they stay out of memory.
+    """
+    each = []
     for index, rollout in enumerate(rollouts):
-        own = trainer.gradients(variant, rollout)
+        own, place = trainer.gradients(variant, rollout), references / f"{index}.pt"
         if variant.key == REFERENCE:
-            references.append(own)
-        each = cosines(own, references[index])
-        total = each if total is None else total + each
-    return () if total is None else tuple((total / len(rollouts)).tolist())
+            torch.save(own, place)
+        each.append(cosines(own, torch.load(place, mmap=True)))
+    return tuple(torch.stack(each).mean(dim=0).tolist()) if each else ()

@@ -14,6 +14,7 @@ from torch import Tensor
 from trace_serve.errors import EngineError
 from trace_serve.guided.hf.fake_quantized import fake_quantize
 from trace_serve.guided.hf.rounding import NearestRounding, Rounding
+from trace_serve.guided.quantize import Mode
 from trace_serve.guided.replay import HintedRounding
 from trace_serve.guided.routing import RoutingReplay
 from trace_serve.mismatch.metrics import Distance, Scores, distance, divergence, same_top
@@ -68,7 +69,7 @@ class Trainer:
         routers: list[Tensor] = []
         measured: list[MeasuredRounding] = []
         for rollout in rollouts:
-            rounding = self._prepare(variant, rollout, sites)
+            rounding = self._prepare(variant, rollout, compare=sites)
             if isinstance(rounding, MeasuredRounding):
                 measured.append(rounding)
             with self._routes(variant, rollout) as routes, torch.inference_mode():
@@ -87,7 +88,7 @@ class Trainer:
 
     def gradients(self, variant: Variant, rollout: Rollout) -> dict[int, Tensor]:
         """Gradient of the mean log-probability of the sampled tokens, BF16, flattened, by layer."""
-        self._prepare(variant, rollout, sites=False)
+        self._prepare(variant, rollout, compare=False)
         self._model.zero_grad(set_to_none=True)
         with self._routes(variant, rollout), torch.enable_grad():
             torch.autograd.backward(self._logprobs(rollout).gather(-1, _next(rollout)).mean())
@@ -106,15 +107,17 @@ class Trainer:
         logits = hidden[torch.from_numpy(rollout.sampled)].float()
         return torch.log_softmax(logits / rollout.temperature, dim=-1)
 
-    def _prepare(self, variant: Variant, rollout: Rollout, sites: bool) -> Rounding | None:
+    def _prepare(self, variant: Variant, rollout: Rollout, *, compare: bool) -> Rounding | None:
         if self._rounding is None or variant.weights_only:
             return None
         recipe = self._rollout_recipe
-        layers = list(variant.layers(self.layers)) if variant.rounds in ("guided", "replay") else []
+        layers = [] if variant.rounds == "nearest" else list(variant.layers(self.layers))
+        mode: Mode = "replay" if variant.rounds == "replay" else "guided"
+        hints, sites = [variant.seen(rollout.hints)], variant.sites
         chosen: Rounding
-        chosen = guided = HintedRounding(recipe, [variant.seen(rollout.hints)], layers=layers, sites=variant.sites)
-        if sites:
-            chosen = MeasuredRounding(guided, HintedRounding(recipe, [rollout.hints]), recipe)
+        chosen = guided = HintedRounding(recipe, hints, layers=layers, sites=sites, mode=mode)
+        if compare:
+            chosen = MeasuredRounding(guided, HintedRounding(recipe, [rollout.hints], mode="replay"), recipe)
         self._rounding.current = chosen
         return chosen
 

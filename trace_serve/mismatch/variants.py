@@ -55,7 +55,7 @@ class Variant:
         return range(depth // 2 if self.deeper_half else self.skip_first, depth - self.skip_last)
 
     def seen(self, hints: HintFile) -> HintFile:
-        """What it knows of a rollout's hints, which have scale bytes."""
+        """What it knows of a rollout's hints, which have whole codes and scale bytes."""
         if self.scale == "byte" and not self.lost:
             return hints
         generator = np.random.default_rng(0)
@@ -65,7 +65,7 @@ class Variant:
             if self.scale == "lsb" and site.scales is not None:
                 scales = site.scales & np.uint8(1)
             present = site.present & (generator.random(hints.rows) >= self.lost)
-            sites.append(replace(site, scales=scales, scale_kind=self.scale, present=present))
+            sites.append(replace(site, scales=scales, scale_kind=self.scale, codes=None, present=present))
         return replace(hints, sites=tuple(sites))
 
 
@@ -77,6 +77,7 @@ _KINDS = (
     Variant("quads_qarl", "QUADS rollouts, QaRL trainer", "nearest", weights_only=True, quads=True),
     Variant("trace_deeper_half", "TRACE, deeper half", "guided", deeper_half=True),
     Variant("trace", "TRACE, all layers", "guided"),
+    Variant("replay", "full replay of codes", "replay"),
 )
 VARIANTS = tuple(
     variant if routing else replace(variant, key=f"{variant.key}_no_r3", label=f"{variant.label}, no R3", routing=False)
