@@ -19,7 +19,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Top:
-    """The K most probable tokens of a rollout at S positions, in falling order.
+    """The K most probable tokens of a rollout at S positions, the most probable first.
 
     Attributes:
         ids: int64 [S, K].
@@ -82,25 +82,33 @@ class Distance:
     intervals: dict[str, Interval]
 
 
-def divergence(top: Top, trainer: Floats) -> Floats:
-    """KL(rollout || trainer) at S positions, with all tokens that are not in `top` as one outcome.
+def divergence(top: Top, trainer: Floats, tokens: NDArray[np.int64], delta: Floats) -> Floats:
+    """KL(rollout || trainer) of the next-token distributions at S positions.
 
-    Merging outcomes never raises a divergence, so this is a lower bound of the one over the whole vocabulary.
+    With R for all tokens that are not in `top`, the chain rule splits it into the divergence where R is one outcome,
+    which is known, and p(R) times that of the distributions inside R. The latter is estimated from the positions whose
+    sampled token lies in R, as k3 of its probabilities given R: without bias where tokens are sampled, and never
+    negative. Greedy sampling never draws from R, so there the first part alone is left, a lower bound.
 
     Args:
         trainer: float64 [S, K], its log-probabilities of the tokens in `top`.
+        tokens: int64 [S], the sampled ones.
+        delta: float64 [S], log p_trainer - log p_rollout of them.
 
     Returns:
         float64 [S].
     """
     p, q = np.exp(top.logprobs), np.exp(trainer)
     with np.errstate(invalid="ignore"):
-        inside = np.where(p > 0, p * (top.logprobs - trainer), 0.0).sum(axis=1)
-    rest_p, rest_q = 1 - p.sum(axis=1), 1 - q.sum(axis=1)
+        found: Floats = np.where(p > 0, p * (top.logprobs - trainer), 0.0).sum(axis=1)
     # Below this the remainders are what rounding left of 1 - 1.
     tiny = 1e-6
-    rest = rest_p * np.log(np.maximum(rest_p, tiny) / np.maximum(rest_q, tiny))
-    found: Floats = inside + np.where(rest_p > tiny, rest, 0.0)
+    rest_p, rest_q = (np.maximum(1 - each.sum(axis=1), tiny) for each in (p, q))
+    shift = np.log(rest_p / rest_q)
+    found += np.where(rest_p > tiny, rest_p * shift, 0.0)
+    outside = (top.ids != tokens[:, None]).all(axis=1)
+    inner = delta[outside] + shift[outside]
+    found[outside] += np.expm1(inner) - inner
     return found
 
 

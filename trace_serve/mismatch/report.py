@@ -72,7 +72,7 @@ def caption(measured: Measurement) -> str:
     return (
         f"{options.prompts} rollouts, {measured.rows[0].distance.tokens} sampled tokens at temperature "
         f"{options.temperature:g}; hints of {', '.join(measured.sites)}, {measured.hint_bytes:,} B a token; "
-        f"KL on the {options.top} most probable tokens and all others as one; in brackets 95 % intervals"
+        f"KL of the {options.top} most probable tokens, estimated for the others; in brackets 95 % intervals"
     )
 
 

@@ -52,6 +52,11 @@ class Rollout:
         return ~np.isnan(self.hints.logprobs)
 
     @property
+    def next_tokens(self) -> NDArray[np.int64]:
+        """int64 [S], the sampled tokens."""
+        return self.tokens[1:][self.sampled]
+
+    @property
     def logprobs(self) -> NDArray[np.float64]:
         """float64 [S], of the sampled tokens."""
         assert self.hints.logprobs is not None

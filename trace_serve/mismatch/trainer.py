@@ -78,8 +78,9 @@ class Trainer:
                 top = logprobs.gather(-1, ids).double().numpy()
                 own = logprobs.gather(-1, _next(rollout)).squeeze(-1).double().numpy()
                 largest = logprobs.amax(dim=-1).double().numpy()
-            agrees = same_top(rollout.top, top, largest)
-            scores.append(Scores(own - rollout.logprobs, divergence(rollout.top, top), agrees))
+            delta = own - rollout.logprobs
+            kl = divergence(rollout.top, top, rollout.next_tokens, delta)
+            scores.append(Scores(delta, kl, same_top(rollout.top, top, largest)))
             if routes is not None:
                 routers.append(torch.tensor(routes.agreements, dtype=torch.float64) * rollout.hints.rows)
         rows = sum(rollout.hints.rows for rollout in rollouts)
@@ -144,7 +145,7 @@ def load_model(directory: Path) -> Any:
 
 def _next(rollout: Rollout) -> Tensor:
     """int64 [S, 1], the sampled tokens."""
-    return torch.from_numpy(rollout.tokens[1:][rollout.sampled]).unsqueeze(-1)
+    return torch.from_numpy(rollout.next_tokens).unsqueeze(-1)
 
 
 class _Switch:

@@ -49,32 +49,50 @@ def test_k1_and_k3_estimate_the_divergence_of_two_distributions() -> None:
     p, q = generator.dirichlet(np.ones(20)), generator.dirichlet(np.ones(20))
     p = 0.7 * p + 0.3 * q
     drawn = generator.choice(20, size=200_000, p=p)
-    order = np.argsort(-p)
-    kl = divergence(Top(order[None], np.log(p[order])[None]), np.log(q[order])[None])[0]
+    kl = float((p * np.log(p / q)).sum())
     found = distance([scores(np.log(q[drawn]) - np.log(p[drawn]))])
     assert found.k1 == pytest.approx(kl, rel=0.02)
     assert found.k3 == pytest.approx(kl, rel=0.03)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 29))
-def test_the_divergence_of_the_most_probable_tokens_is_a_lower_bound_of_the_whole(seed: int, kept: int) -> None:
+def two_distributions(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """p, q and the tokens by falling p."""
     generator = np.random.default_rng(seed)
-    p, q = generator.dirichlet(np.full(30, 0.5)) + 1e-9, generator.dirichlet(np.full(30, 0.5)) + 1e-9
-    p, q = p / p.sum(), q / q.sum()
-    order = np.argsort(-p)
+    p, q = (generator.dirichlet(np.full(30, 0.5)) + 1e-9 for _ in range(2))
+    return p / p.sum(), q / q.sum(), np.argsort(-p)
 
-    def bound(count: int) -> float:
-        ids = order[None, :count]
-        return float(divergence(Top(ids, np.log(p[ids])), np.log(q[ids]))[0])
 
+def of(p: np.ndarray, q: np.ndarray, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    rows = np.broadcast_to(ids, (len(tokens), len(ids)))
+    return divergence(Top(rows, np.log(p[rows])), np.log(q[rows]), tokens, np.log(q[tokens] / p[tokens]))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 29))
+def test_the_divergence_of_the_most_probable_tokens_alone_is_a_lower_bound(seed: int, kept: int) -> None:
+    p, q, order = two_distributions(seed)
     whole = float((p * np.log(p / q)).sum())
-    assert bound(30) == pytest.approx(whole, abs=1e-5)
-    assert -1e-5 <= bound(kept) <= bound(kept + 1) + 1e-5 <= whole + 2e-5
+    likely, unlikely = order[:1], order[-1:]
+    assert of(p, q, order, unlikely)[0] == pytest.approx(whole, abs=1e-5)
+    assert -1e-5 <= of(p, q, order[:kept], likely)[0] <= of(p, q, order[: kept + 1], likely)[0] + 1e-5 <= whole + 2e-5
+    # Where a token outside was sampled, what is added for it is never negative.
+    assert of(p, q, order[:kept], unlikely)[0] >= of(p, q, order[:kept], likely)[0]
+
+
+@pytest.mark.parametrize("kept", [1, 3, 10])
+def test_sampled_tokens_make_up_for_those_that_are_not_kept(kept: int) -> None:
+    p, q, order = two_distributions(7)
+    q = 0.5 * p + 0.5 * q
+    whole = float((p * np.log(p / q)).sum())
+    drawn = np.random.default_rng(0).choice(30, size=200_000, p=p)
+    found = of(p, q, order[:kept], drawn)
+    assert found.mean() == pytest.approx(whole, abs=4 * found.std() / len(drawn) ** 0.5)
+    assert of(p, q, order[:kept], order[:1])[0] < 0.95 * whole
 
 
 def test_a_token_of_no_probability_adds_nothing() -> None:
     top = Top(np.array([[3, 4]]), np.array([[0.0, -np.inf]]))
-    assert divergence(top, np.log([[0.5, 0.25]]))[0] == pytest.approx(math.log(2))
+    found = divergence(top, np.log([[0.5, 0.25]]), np.array([3]), np.array([0.0]))
+    assert found[0] == pytest.approx(math.log(2))
 
 
 def test_tied_tokens_are_all_most_probable() -> None:
