@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trace_serve import nvfp4
+from trace_serve.guided.outcomes import Outcomes
+from trace_serve.guided.quantize import guided_fake_quantize
 from trace_serve.kernels.triton import (
     KVBuffers,
     choose_splits,
@@ -30,8 +32,9 @@ from trace_serve.kernels.triton import (
     quantize_silu_and_mul,
     store_kv,
 )
-from trace_serve.recipe import BLOCK
+from trace_serve.recipe import BLOCK, Recipe
 
+RECIPE = Recipe()
 CODE = 0.5 + 1 / BLOCK
 """Bytes a value of codes and scale."""
 HINT = 2 / BLOCK
@@ -101,6 +104,17 @@ def row_cases(rows: int, k: int) -> list[Case]:
         )
     )
     return cases
+
+
+def follow_case(rows: int, k: int) -> Case:
+    """Guided rounding of a trainer's rows, straight-through values alone."""
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+    own = quantize_rows(x, hints=True).quantized
+    assert own.hints is not None
+    outcomes = Outcomes(own.hints, own.scales & 1, "lsb", own.global_scale)
+    # The kernel writes codes and scales beside the values.
+    moved = rows * k * (4 + CODE + HINT + 1 / BLOCK)
+    return Case("guided rounding, lsb", f"{rows} x {k}", moved, lambda: guided_fake_quantize(x, outcomes, RECIPE))
 
 
 def zero_buffers(outer: tuple[int, ...], d: int, *, interleaved: bool = False) -> KVBuffers:
@@ -201,6 +215,7 @@ def main() -> int:
     builders: list[Callable[[], list[Case]]] = [
         *(lambda k=k: row_cases(arguments.rows, k) for k in (2048, 2880, 7168)),
         lambda: row_cases(64, 2048),
+        lambda: [follow_case(arguments.rows, k) for k in (2048, 7168)],
         *(lambda page=page: kv_cases(arguments.rows * 4, 2, 256, page) for page in (0, 64)),
         *(lambda tokens=tokens: product_cases(tokens, 256, 8, 1024, 2048) for tokens in (16, 256, 4096)),
         lambda: [attention_case(64, 8192, 2, 8, 256), attention_case(8, 32768, 2, 8, 256)],

@@ -6,26 +6,30 @@ Three modes, for a tensor whose rollout left outcomes:
 - `guided`: the rollout's block scales and lowest bits, followed where `rule` says that they can be believed.
 - `replay`: the rollout's codes and scales as they were; the trainer's values decide nothing but the gradient.
 
-Outcomes that equal the trainer's own give bitwise what `nearest` gives.
+Outcomes that equal the trainer's own give bitwise what `nearest` gives. On a card the guided mode is one Triton kernel
+where that computes the recipe (`guided.fused`); plain torch is its definition, and what runs elsewhere.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from trace_serve.errors import ConfigError, ShapeError
 from trace_serve.guided.outcomes import Outcomes, unpack_bits
-from trace_serve.guided.rule import TAU_ALIGNED, follow_parity, follow_scale_parity
+from trace_serve.guided.rule import TAU_ALIGNED, check_tau, follow_parity, follow_scale_parity
 from trace_serve.nvfp4 import e4m3, packing
 from trace_serve.nvfp4.block_scale import Operand, Rules, fill_zero_scales, rules, unrounded
 from trace_serve.nvfp4.fake import straight_through
 from trace_serve.nvfp4.global_scale import FLOAT32_MAX, GlobalScale, token_global_scale
 from trace_serve.nvfp4.quantize import Quantized, check_blocks, dequantize, quantize
 from trace_serve.recipe import BLOCK, Recipe
+
+if TYPE_CHECKING:
+    from trace_serve.kernels.triton.quantize import QuantizedRows
 
 Mode = Literal["nearest", "guided", "replay"]
 
@@ -44,6 +48,10 @@ def guided_fake_quantize(
 
     Args, Raises: as `guided_quantize`.
     """
+    if mode == "guided":
+        rows = _fused(x.detach(), outcomes, recipe, operand, global_scale, tau, values=True)
+        if rows is not None and rows.values is not None:
+            return straight_through(x, rows.values.to(x.dtype).reshape(x.shape))
     kept = guided_quantize(x.detach(), outcomes, recipe, operand=operand, global_scale=global_scale, mode=mode, tau=tau)
     return straight_through(x, dequantize(kept, x.dtype))
 
@@ -82,6 +90,13 @@ def guided_quantize(
     outcomes.check(x)
     if mode not in ("nearest", "guided", "replay"):
         raise ShapeError(f"mode: got {mode!r}, expected nearest, guided or replay", field="mode")
+    if mode == "guided":
+        rows = _fused(x, outcomes, recipe, operand, global_scale, tau, values=False)
+        if rows is not None:
+            kept, shape = rows.quantized, x.shape[:-1]
+            return Quantized(
+                kept.codes.reshape(*shape, -1), kept.scales.reshape(*shape, -1), kept.global_scale.reshape(shape)
+            )
     applied = rules(recipe, operand)
     own = _own_scale(x, recipe, global_scale)
     nearest = quantize(x, own.decode, recipe, operand=operand, encode_scale=own.encode)
@@ -118,6 +133,28 @@ class _Normalized:
     u: Tensor
     scale_bytes: Tensor
     usable: Tensor
+
+
+def _fused(
+    x: Tensor,
+    outcomes: Outcomes,
+    recipe: Recipe,
+    operand: Operand,
+    global_scale: Tensor | float | None,
+    tau: float,
+    *,
+    values: bool,
+) -> QuantizedRows | None:
+    """What one kernel gives on a card; None where plain torch has to."""
+    if x.device.type != "cuda":
+        return None
+    # Triton is loaded where there is a card alone.
+    from trace_serve.guided.fused import fused
+
+    check_blocks(x)
+    outcomes.check(x)
+    check_tau(tau)
+    return fused(x, outcomes, recipe, operand=operand, global_scale=global_scale, tau=tau, values=values)
 
 
 def _own_scale(x: Tensor, recipe: Recipe, given: Tensor | float | None) -> GlobalScale:

@@ -128,5 +128,12 @@ def _check(u: Tensor, outcome: Tensor, name: str, tau: float) -> None:
         raise ShapeError(
             f"{name}: got {outcome.dtype} {tuple(outcome.shape)}, expected uint8 {tuple(u.shape)}", field=name
         )
+    check_tau(tau)
+
+
+def check_tau(tau: float) -> None:
+    """Raises:
+    ShapeError: a guard that is not in (0, 0.5].
+    """
     if not 0 < tau <= 0.5:
         raise ShapeError(f"tau: got {tau}, expected a number above 0 and at most 0.5", field="tau")

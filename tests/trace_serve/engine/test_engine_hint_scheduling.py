@@ -385,7 +385,7 @@ def test_a_replay_keeps_the_codes_of_the_rollout(
     assert site.codes is not None
     assert site.scales is not None
     scale = torch.tensor(recipe.kv_scales(1)[0])
-    stored = Quantized(torch.from_numpy(site.codes[:, 1]), torch.from_numpy(site.scales[:, 1]), scale)
+    stored = Quantized(torch.tensor(site.codes[:, 1]), torch.tensor(site.scales[:, 1]), scale)
     heads = engine_model.KV_HEADS
     x = torch.zeros(1, heads, rollout.rows, engine_model.HEAD_DIM, dtype=torch.bfloat16)
     expected = dequantize(stored, x.dtype).reshape(1, rollout.rows, heads, -1).transpose(1, 2)

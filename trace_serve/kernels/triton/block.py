@@ -85,7 +85,7 @@ def quantize_blocks(
     a_low, a_high, b_low, b_high = values_of(held, packed)
     finite = top < _INF
     amax = tl.where(finite, float_of(top), 0.0)
-    unrounded = _unrounded(amax, encode, decode, rules)
+    unrounded = unrounded_scale(amax, encode, decode, rules)
     byte = e4m3_byte(unrounded, level)
     vanished = byte == 0
     fill: tl.constexpr = block_rules.zero_block(rules)
@@ -108,7 +108,7 @@ def quantize_blocks(
 
 
 @jit
-def _unrounded(amax: tl.tensor, encode: tl.tensor, decode: tl.tensor, rules: tl.constexpr) -> tl.tensor:
+def unrounded_scale(amax: tl.tensor, encode: tl.tensor, decode: tl.tensor, rules: tl.constexpr) -> tl.tensor:
     """`nvfp4.block_scale.unrounded`."""
     formula: tl.constexpr = block_rules.scale_formula(rules)
     if formula == block_rules.AMAX_TIMES_SIXTH:
@@ -125,7 +125,7 @@ def _unrounded(amax: tl.tensor, encode: tl.tensor, decode: tl.tensor, rules: tl.
 @jit
 def _scaled(x: tl.tensor, factor: tl.tensor, rules: tl.constexpr) -> tl.tensor:
     """Values [n, 4] in units of their block's scale, ready for rounding to E2M1 with ties to even."""
-    u = _over(x, factor, rules)
+    u = over(x, factor, rules)
     ties_up: tl.constexpr = block_rules.ties_up(rules)
     if ties_up:
         # Midpoints have a zero in their lowest bit: setting it lifts ties and moves nothing else past one.
@@ -136,7 +136,8 @@ def _scaled(x: tl.tensor, factor: tl.tensor, rules: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def _over(x: tl.tensor, factor: tl.tensor, rules: tl.constexpr) -> tl.tensor:
+def over(x: tl.tensor, factor: tl.tensor, rules: tl.constexpr) -> tl.tensor:
+    """Values [n, 4] divided by their block's factor [n], or times it, as the rules say."""
     wide = tl.expand_dims(factor, 1)
     divide: tl.constexpr = block_rules.divides(rules)
     return tl.div_rn(x, tl.broadcast_to(wide, x.shape)) if divide else x * wide
@@ -166,9 +167,9 @@ def count_incidents(
     factor = quantized[4]
     nonfinite = _count(_magnitude(a_low) >= _INF) + _count(_magnitude(a_high) >= _INF)
     nonfinite += _count(_magnitude(b_low) >= _INF) + _count(_magnitude(b_high) >= _INF)
-    over = _count(tl.abs(_over(a_low, factor, rules)) > 6.0) + _count(tl.abs(_over(a_high, factor, rules)) > 6.0)
-    over += _count(tl.abs(_over(b_low, factor, rules)) > 6.0) + _count(tl.abs(_over(b_high, factor, rules)) > 6.0)
-    saturated = tl.where(quantized[3] > _CLIP, over, 0)
+    clipped = _count(tl.abs(over(a_low, factor, rules)) > 6.0) + _count(tl.abs(over(a_high, factor, rules)) > 6.0)
+    clipped += _count(tl.abs(over(b_low, factor, rules)) > 6.0) + _count(tl.abs(over(b_high, factor, rules)) > 6.0)
+    saturated = tl.where(quantized[3] > _CLIP, clipped, 0)
     underflow = tl.where(quantized[5] & (top != 0) & (top < _INF), 1, 0)
     tl.atomic_add(counters, tl.sum(nonfinite, axis=0).to(tl.int64), sem="relaxed")
     tl.atomic_add(counters + 1, tl.sum(saturated, axis=0).to(tl.int64), sem="relaxed")
@@ -207,14 +208,25 @@ def store_values(
 
 
 @jit
+def dequantize_wide(word: tl.tensor, byte: tl.tensor, g: tl.tensor) -> tl.tensor:
+    """Eight packed codes (uint32 [n]) to fp32 [n, 8], in their order; arguments as `dequantize8`."""
+    low, high = _dequantized(word, byte, g)
+    return tl.reshape(tl.join(low, high), [word.shape[0], 8])
+
+
+@jit
 def dequantize8(word: tl.tensor, byte: tl.tensor, g: tl.tensor, level: tl.constexpr) -> tl.tensor:
     """Eight packed codes (uint32 [n]) with scale byte (uint32 [n]) to four BF16 pairs, uint32 [n, 4].
 
     (code * scale) * g in fp32, rounded to BF16, as in `nvfp4.dequantize`; `g` is fp32 [n].
     """
+    low, high = _dequantized(word, byte, g)
+    return bf16_pair(low, high, level)
+
+
+@jit
+def _dequantized(word: tl.tensor, byte: tl.tensor, g: tl.tensor) -> tl.tuple:
     scale = tl.expand_dims(e4m3_value(byte), 1)
     g = tl.expand_dims(g, 1)
     codes = tl.expand_dims(word, 1) >> (tl.arange(0, 4) * 8).to(tl.uint32)[None, :]
-    low = (e2m1_value(codes & 0xF) * scale) * g
-    high = (e2m1_value((codes >> 4) & 0xF) * scale) * g
-    return bf16_pair(low, high, level)
+    return (e2m1_value(codes & 0xF) * scale) * g, (e2m1_value((codes >> 4) & 0xF) * scale) * g

@@ -66,12 +66,19 @@ def e2m1_word(low: tl.tensor, high: tl.tensor, level: tl.constexpr) -> tl.tensor
             is_pure=True,
             pack=1,
         )
-    b0, b1, b2, b3 = split4(_e2m1_nibble(low) | (_e2m1_nibble(high) << 4))
+    return pack8(e2m1_nibble(low), e2m1_nibble(high))
+
+
+@jit
+def pack8(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """Codes in uint32 [N, 4], of values 0, 2, 4, 6 and of 1, 3, 5, 7, as one uint32 [N]."""
+    b0, b1, b2, b3 = split4(low | (high << 4))
     return (b0 | (b1 << 8)) | ((b2 << 16) | (b3 << 24))
 
 
 @jit
-def _e2m1_nibble(u: tl.tensor) -> tl.tensor:
+def e2m1_nibble(u: tl.tensor) -> tl.tensor:
+    """The code of each fp32 in a uint32, in integers and fp32 alone; see `nvfp4.e2m1.encode`."""
     # The three sums round to the grids of [0, 2], [2, 4] and [4, 6], numbered so that the smallest is the right index.
     # Their offsets are even, so ties go to the even code; doubling and halving are exact, so fusing changes nothing.
     a = tl.abs(u)

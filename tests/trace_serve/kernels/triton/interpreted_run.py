@@ -1,5 +1,6 @@
 """The cases in Triton's interpreter; run by `test_triton_interpreted.py` in a process of its own."""
 
+from follow_cases import FollowCases
 from kernel_cases import AttentionCases, ExpertCases, KVCases, RowCases
 from rule_cases import RuleCases
 
@@ -27,4 +28,8 @@ class TestExperts(ExpertCases):
 
 
 class TestAttention(AttentionCases):
+    device = "cpu"
+
+
+class TestFollow(FollowCases):
     device = "cpu"

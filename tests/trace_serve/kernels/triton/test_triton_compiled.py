@@ -19,6 +19,7 @@ from trace_serve.kernels.triton import (
     quantize_silu_and_mul,
     store_kv,
 )
+from trace_serve.kernels.triton.follow import follow_rows
 from trace_serve.recipe import PRESETS
 
 LOAD_16 = r"ld\.global[^;]*\.v4\.b32"
@@ -205,6 +206,23 @@ def test_experts_on_hopper_use_its_tensor_cores_without_spilling(build, rows, fp
     assert machine.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x(8|10)") > 0
     assert machine.stack == 0
     assert machine.count(r"e2m1x2") == 0
+
+
+@pytest.mark.parametrize(("k", "kind", "capability"), [(2048, "lsb", 90), (2048, "byte", 100), (7168, "lsb", 103)])
+def test_rows_that_follow_a_rollout_stream_without_spilling(build, k, kind, capability):
+    bits, scales = torch.zeros(4, k // 16, dtype=torch.int32), torch.zeros(4, k // 16, dtype=torch.uint8)
+    present, scale = torch.ones(4, dtype=torch.bool), torch.ones(4)
+    options = {"scale_kind": kind, "rules": nvfp4.PORTABLE_RULES, "tau": 0.5, "values": True}
+    machine = build(
+        lambda: follow_rows(rows(k), bits, scales, rollout_scale=scale, present=present, **options), capability
+    )
+    assert machine.stack == 0
+    assert machine.count(r"\.ftz") == 0
+    assert machine.count(LOAD_16) >= 4
+    assert machine.count(STORE_16) >= 2
+    assert machine.registers <= 80
+    if k == 2048:
+        assert machine.shared == machine.barriers == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("cases", ["interpreted or TestRows", "TestRules", "TestKV or TestExperts or TestAttention"])
+@pytest.mark.parametrize(
+    "cases", ["interpreted or TestRows", "TestRules", "TestFollow", "TestKV or TestExperts or TestAttention"]
+)
 def test_kernels_equal_the_reference_in_the_interpreter(cases):
     here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-k", cases]
