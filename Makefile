@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 # Processes that share the tests; each starts engines of its own, of about 3 GB.
 WORKERS ?= 2
 
-# What `make bench` loads: a server that is running already.
+# What `make load` loads: a server that is running already.
 HOST ?= http://127.0.0.1:8080
 USERS ?= 8
 RUN_TIME ?= 60s
@@ -20,21 +20,23 @@ INSTALLED := $(VENV)/.installed
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint audit format bench bench-kernels bench-engine bench-server bench-gpu bench-compare bench-gate bench-load example-grpo check-plugs docs architecture deploy-check lock-image doctor clean
+.PHONY: help install quickstart test lint audit format load bench bench-kernels bench-engine bench-server bench-arms bench-gpu bench-compare bench-gate bench-load example-grpo check-plugs docs architecture deploy-check lock-image doctor clean
 
 help:
 	@echo 'make quickstart  install into $(VENV), patch SGLang, then build, gate and serve the sample policies'
 	@echo 'make test        the same set-up, then every test (PYTEST_ARGS=... for a part of them, WORKERS=0 for one process)'
 	@echo 'make lint        formatting, ruff and mypy; make format mends the first'
-	@echo 'make bench       load the server at HOST=$(HOST) with locust'
+	@echo 'make bench       every benchmark below, and docs/benchmarks.md of their figures (BENCH_ARGS=--quick)'
 	@echo 'make bench-kernels  NVFP4 quantization on this CPU beside public packers and a memory copy'
 	@echo 'make bench-engine   BF16 and FP4 engines in turns: tokens a second, hints, memory, start (BENCH_ARGS=...)'
 	@echo 'make bench-server   the front-end beside SGLang alone, and beside LiteLLM and smg on a null upstream'
+	@echo 'make bench-arms     BF16 and FP4 servers under one load, and FP4 with hints and without'
 	@echo 'make bench-load     the load test beside the benchmark of SGLang on one server (TOKENIZER=any model directory)'
 	@echo 'make bench-gate     what eval-gate run adds to the time of its arms'
 	@echo 'make bench-compare  time and memory of eval-gate compare on 200,000 recorded results'
 	@echo 'make bench-gpu   bandwidth of the Triton kernels on a card'
 	@echo 'make example-grpo  train the sample policy on FP4 rollouts, QAT beside TRACE: 20 minutes (EXAMPLE_ARGS=...)'
+	@echo 'make load        load the server at HOST=$(HOST) with locust'
 	@echo 'make check-plugs compare what the plugs for trainers rely on with the newest wheels of the trainers'
 	@echo 'make docs        build the pages of docs/ into site/'
 	@echo 'make architecture  draw docs/architecture.svg from the imports of the code'
@@ -70,7 +72,13 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)
+bench: install
+	$(BIN)/python benchmarks/bench_all.py $(BENCH_ARGS)
+
+bench-arms: install
+	$(BIN)/python benchmarks/bench_arms.py $(BENCH_ARGS)
+
+load: $(INSTALLED)
 	$(BIN)/locust -f deploy/locust/locustfile.py --headless --host $(HOST) --users $(USERS) --run-time $(RUN_TIME)
 
 bench-kernels: $(INSTALLED)

@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import figures
+
 
 def write_results(path: Path, role: str, queries: int, lost: float, seed: int) -> None:
     draw = random.Random(seed)
@@ -49,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--queries", type=int, default=100_000, help="results in each of the two files")
     parser.add_argument("--lost", type=float, default=0.02, help="share of queries that the serving arm loses")
+    figures.add_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         one, two = Path(directory, "a.jsonl"), Path(directory, "b.jsonl")
@@ -67,6 +70,8 @@ def main() -> None:
     print(
         f"wall {wall:.2f} s, CPU {usage.ru_utime + usage.ru_stime:.2f} s, peak memory {usage.ru_maxrss / 2**10:.0f} MiB"
     )
+    what = f"`eval-gate compare` of {2 * options.queries:,} results: seconds, peak MiB"
+    figures.write(options.figures, {what: f"{wall:.1f} s, {usage.ru_maxrss / 2**10:.0f} MiB"})
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import figures
 import psutil
 
 from trace_serve.engine.launch import EngineConfig, EngineProcess
@@ -207,6 +208,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=24, help="output tokens a request")
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens a request")
     parser.add_argument("--json", type=Path, help="file that receives every block and both reports")
+    figures.add_option(parser)
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="trace-serve-bench-") as scratch:
@@ -230,6 +232,16 @@ def main() -> int:
     )
     for table in (speed_table(blocks), memory_table(reports), start_table(ready, reports)):
         print("\n" + "\n".join(table))
+    told = {}
+    for concurrency in arguments.concurrency:
+        for what, arm, base in (
+            ("FP4 over BF16 engine", FP4, BF16),
+            ("FP4 engine, hints over none", HINTS, FP4),
+        ):
+            wall, cpu = ratios(blocks, concurrency, arm, base)
+            told[f"{what}, {concurrency} at once: tokens/s"] = str(wall)
+            told[f"{what}, {concurrency} at once: tokens a CPU second"] = str(cpu)
+    figures.write(arguments.figures, told)
     if arguments.json is not None:
         content = {"blocks": [asdict(block) for block in blocks], "ready_s": ready, "reports": reports}
         temporary = arguments.json.with_name(f".{arguments.json.name}.partial")

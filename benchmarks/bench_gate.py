@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
+import figures
 from aiohttp import web
 
 
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--latency", type=float, default=1.0, help="mean seconds of one answer")
     parser.add_argument("--rounds", type=int, default=3)
+    figures.add_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, server(options.latency) as url:
         queries = Path(directory, "q.jsonl")
@@ -141,6 +143,8 @@ def main() -> None:
         f"{statistics.median(shares):.1f}% ({min(shares):.1f} to {max(shares):.1f}), its start and end alone "
         f"{statistics.median(fixed):.2f} s"
     )
+    what = f"`eval-gate run` over a loop that only sends, {options.latency:g} s a request: time"
+    figures.write(options.figures, {what: figures.spread([1 + share / 100 for share in shares], 3)})
 
 
 if __name__ == "__main__":

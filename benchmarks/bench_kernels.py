@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import figures
 import numpy as np
 import torch
 
@@ -221,12 +222,30 @@ def print_summary(cases: list[Case]) -> None:
             print(f"{group}, {name}: {times:.0f} times as fast as the torch reference")
 
 
+def told(cases: list[Case]) -> dict[str, str]:
+    """What stands in the table of all benchmarks: loops over a copy, and other packers over ours."""
+    found = {}
+    ours = next(case for case in cases if (case.group, case.name, case.memory) == ("quantize", "cpu", NEW))
+    for case in cases:
+        if case.memory == GIVEN:
+            low, middle, high = statistics.quantiles(case.ratios, n=4)
+            found[f"{case.group}, {case.name}, over a copy of as many bytes: CPU time"] = (
+                f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+            )
+        elif case.group == "quantize" and case.name.split()[0] not in ("cpu", "cpu,", "reference", "reference,"):
+            ratios = [theirs / mine for theirs, mine in zip(case.seconds, ours.seconds, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            found[f"{case.name} over quantize, cpu: CPU time"] = f"{middle:.0f} [{low:.0f}, {high:.0f}]"
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--large-rows", type=int, default=24576)
     parser.add_argument("--columns", type=int, default=2048, help="a multiple of 64")
     parser.add_argument("--repeats", type=int, default=15)
+    figures.add_option(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -243,6 +262,7 @@ def main() -> None:
     measure(cases, options.repeats)
     print_table(f"in the caches: BF16 {list(x.shape)}, {x.nbytes >> 20} MiB", cases)
     print_summary(cases)
+    figures.write(options.figures, told(cases))
     for reason in absent:
         print(f"not measured, {reason}")
 

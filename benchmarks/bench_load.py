@@ -21,6 +21,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import figures
+
 from trace_serve.load.plan import make_plan
 from trace_serve.load.runner import run_plan
 from trace_serve.load.workloads.words import text
@@ -95,6 +97,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--json", type=Path)
+    figures.add_option(parser)
     options = parser.parse_args()
     prompts = [text([0, index], 24) for index in range(64)] if options.url else [SCRIPT]
     rounds: list[tuple[Figures, Figures]] = []
@@ -114,6 +117,10 @@ def main() -> None:
     busy = os.getloadavg()[0]
     print(f"{options.clients} clients, {options.rounds} rounds of {options.seconds:g} s, load average {busy:.1f}")
     print(table(rounds))
+    ratios = {name: [ours[name] / theirs[name] for ours, theirs in rounds] for name in FIGURES}
+    server = "a running server" if options.url else "a server of known delays"
+    told = {f"{OURS} over {THEIRS}, {server}: {name}": figures.spread(each, 3) for name, each in ratios.items()}
+    figures.write(options.figures, told)
     if options.json:
         options.json.write_text(json.dumps({"rounds": rounds}, indent=1) + "\n")
 

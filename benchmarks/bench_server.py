@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_server_targets as targets
+import figures
 import psutil
 from bench_server_stats import Block, compare
 from bench_server_targets import Target
@@ -198,6 +199,18 @@ def against(blocks: list[Block]) -> list[str]:
     return lines
 
 
+def told(blocks: list[Block]) -> dict[str, str]:
+    """What stands in the table of all benchmarks."""
+    found = {}
+    for part, concurrency in sorted({(each.part, each.concurrency) for each in blocks}):
+        level = [each for each in blocks if (each.part, each.concurrency) == (part, concurrency)]
+        for other in dict.fromkeys(each.arm for each in level if each.arm != TRACE_SERVE):
+            speed = compare(level, TRACE_SERVE, other, lambda each: each.per_second)
+            base = "asked directly" if other == DIRECT else other
+            found[f"front-end over {base}, {part}, {concurrency} clients: requests/s"] = speed.text(2)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["engine", "null"], help="one part alone")
@@ -211,6 +224,7 @@ def main() -> int:
         "--beside", nargs="*", default=[targets.LITELLM, targets.SMG], help="other gateways, as pip requirements"
     )
     parser.add_argument("--json", type=Path, help="file that receives every block")
+    figures.add_option(parser)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     blocks: list[Block] = []
@@ -236,6 +250,7 @@ def main() -> int:
     beside = [each for each in blocks if each.part != "engine"]
     if {each.arm for each in beside} - {DIRECT, TRACE_SERVE}:
         print("\n" + "\n".join(against(beside)))
+    figures.write(options.figures, told(blocks))
     if options.json is not None:
         temporary = options.json.with_name(f".{options.json.name}.partial")
         temporary.write_text(json.dumps([asdict(each) for each in blocks]))

@@ -1,7 +1,6 @@
 """MkDocs hook: the pages in their order, each under its own heading, and no page left out.
 
-A page that is not named here comes last, under `Further pages`; a name without a page is an error, unless it stands in
-`WRITTEN_LATER`.
+A page that is not named here comes last, under `Further pages`; a name without a page is an error.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "security",
     ),
     "Gate": ("gate-queries", "gate-statistics", "verdict", "attribute", "gate-in-a-pipeline"),
-    "Train": ("trainers", "mismatch"),
+    "Train": ("trainers", "mismatch", "rl-example"),
     "Deploy": ("deployment", "load-tests", "upgrading-sglang"),
     "Inside": ("architecture", "kernels", "engine-speed", "server-speed", "sample-recipes", "benchmarks"),
 }
-WRITTEN_LATER = frozenset({"benchmarks"})
 
 
 def pages(directory: Path) -> list[dict[str, list[str]]]:
@@ -38,11 +36,11 @@ def pages(directory: Path) -> list[dict[str, list[str]]]:
     """
     there = {path.relative_to(directory).with_suffix("").as_posix() for path in directory.rglob("*.md")}
     named = {name for names in SECTIONS.values() for name in names}
-    if missing := named - there - WRITTEN_LATER:
+    if missing := named - there:
         raise FileNotFoundError(
             f"tools/docs_nav.py names {', '.join(sorted(missing))}; there is no such page in {directory}"
         )
-    nav = [{title: [f"{name}.md" for name in names if name in there]} for title, names in SECTIONS.items()]
+    nav = [{title: [f"{name}.md" for name in names]} for title, names in SECTIONS.items()]
     if further := sorted(there - named):
         nav.append({"Further pages": [f"{name}.md" for name in further]})
     return nav
