@@ -164,5 +164,5 @@ def test_every_make_target_in_the_pages_exists() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     for page, line in LINES:
         if line.startswith("make "):
-            named = [word for word in line.split()[1:] if re.fullmatch(r"[a-z][a-z-]*", word)]
+            named = [word for word in shlex.split(line)[1:] if re.fullmatch(r"[a-z][a-z-]*", word)]
             assert set(named) <= targets, f"{page}: {line}"
