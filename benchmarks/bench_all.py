@@ -63,6 +63,7 @@ BENCHMARKS = {
         "bench_server", quick=("--part=engine", "--rounds=3", "--concurrency", "1", "8"), policy="--policy"
     ),
     "load": Benchmark("bench_load", quick=("--rounds=3",), model="--tokenizer"),
+    "load, engine": Benchmark("bench_load", quick=("--rounds=3",), model="--tokenizer", policy="--policy"),
     "gate": Benchmark("bench_gate", quick=("--queries=800",)),
     "compare": Benchmark("bench_compare"),
     "gpu": Benchmark("bench_gpu"),

@@ -1,8 +1,9 @@
 """`trace-serve load` beside SGLang's own benchmark, in turns on one server with one workload: a check of the figures.
 
-    .venv/bin/python benchmarks/bench_load.py --tokenizer DIR [--url URL --model NAME] [--rounds 4] [--json FILE]
+    .venv/bin/python benchmarks/bench_load.py --tokenizer DIR [--policy DIR | --url URL --model NAME] [--rounds 4]
 
-Without `--url` the server is one of known delays: 200 ms to the first of 32 tokens, 20 ms between them. Both tools run
+Without `--url` or `--policy` the server is one of known delays: 200 ms to the first of 32 tokens, 20 ms between them;
+`--policy` starts a front-end and a real engine. Both tools run
 a closed loop of the same number of clients over the same prompts with the same answer length, forwards and backwards;
 ratios are formed within a round. `--tokenizer` is any model directory: SGLang's benchmark counts prompt tokens itself.
 The key of the server is read from TRACE_SERVE_API_KEY.
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -26,10 +28,13 @@ import figures
 from trace_serve.load.plan import make_plan
 from trace_serve.load.runner import run_plan
 from trace_serve.load.workloads.words import text
+from trace_serve.policy.manifest import load_policy
+from trace_serve.server.process import ServerProcess
 
 KNOWN = Path(__file__).parent.parent / "tests" / "load" / "known_server.py"
 SCRIPT = "first=0.2 gap=0.02 tokens=32"
 TOKENS = 32
+START_TIMEOUT_S = 600.0
 FIGURES = ("TTFT p50 ms", "TTFT mean ms", "TPOT p50 ms", "TPOT mean ms", "requests/s", "tokens/s")
 OURS, THEIRS = "trace-serve load", "sglang.benchmark.serving"
 Figures = dict[str, float]
@@ -41,6 +46,19 @@ def known_server() -> Iterator[str]:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
         process.kill()
+
+
+def serve(policy: Path, directory: Path) -> ServerProcess:
+    server = ServerProcess(
+        policy, mode="rollout", api_key=os.environ["TRACE_SERVE_API_KEY"], log_path=directory / "server.log"
+    )
+    server.start()
+    try:
+        server.wait_ready(START_TIMEOUT_S)
+    except BaseException:
+        server.stop()
+        raise
+    return server
 
 
 def ours(url: str, prompts: list[str], options: argparse.Namespace, directory: Path) -> Figures:
@@ -91,6 +109,7 @@ def table(rounds: list[tuple[Figures, Figures]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="", help="a running server; default one of known delays")
+    parser.add_argument("--policy", type=Path, help="policy directory, served by a real engine")
     parser.add_argument("--model", default="", help="what requests call the model")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=4)
@@ -99,11 +118,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     figures.add_option(parser)
     options = parser.parse_args()
-    prompts = [text([0, index], 24) for index in range(64)] if options.url else [SCRIPT]
+    real = bool(options.url or options.policy)
+    prompts = [text([0, index], 24) for index in range(64)] if real else [SCRIPT]
     rounds: list[tuple[Figures, Figures]] = []
     with contextlib.ExitStack() as stack:
-        url = options.url or stack.enter_context(known_server())
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if options.policy is not None:
+            os.environ.setdefault("TRACE_SERVE_API_KEY", secrets.token_hex(16))
+            server = serve(options.policy, directory)
+            stack.callback(server.stop)
+            options.url, options.model = server.url, load_policy(options.policy).manifest.name
+        url = options.url or stack.enter_context(known_server())
         count = 4 * options.clients
         for number in range(options.rounds):
             place = directory / str(number)
@@ -118,7 +143,7 @@ def main() -> None:
     print(f"{options.clients} clients, {options.rounds} rounds of {options.seconds:g} s, load average {busy:.1f}")
     print(table(rounds))
     ratios = {name: [ours[name] / theirs[name] for ours, theirs in rounds] for name in FIGURES}
-    server = "a running server" if options.url else "a server of known delays"
+    server = "a real engine" if real else "a server of known delays"
     told = {f"{OURS} over {THEIRS}, {server}: {name}": figures.spread(each, 3) for name, each in ratios.items()}
     figures.write(options.figures, told)
     if options.json:
