@@ -30,6 +30,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 16 << 20
+MAX_DIMENSIONS = 3
+MAX_SIZE = 1 << 31
 _METADATA = "__metadata__"
 _TENSORS = "tensors"
 _DIGEST = "metadata_sha256"
@@ -56,6 +58,8 @@ def parse(text: str | bytes, what: str) -> Any:
         raise ValueError(f"the number {name}")
 
     try:
+        # json would also take UTF-16 and UTF-32, which safetensors does not.
+        text = text if isinstance(text, str) else text.decode("utf-8")
         return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except (ValueError, RecursionError) as exc:
         raise HintFormatError(f"hint file {what}: not JSON: {exc}; the file is damaged", field=what) from exc
@@ -176,7 +180,12 @@ def _entry(name: str, entry: Any) -> tuple[np.dtype[Any], tuple[int, ...], int, 
         numbers = [*shape, begin, end]
     except (KeyError, TypeError, ValueError) as exc:
         raise HintFormatError(f"hint file {name}: a bad header entry; the file is damaged", field=name) from exc
-    if set(entry) != {"dtype", "shape", "data_offsets"} or not all(type(n) is int and n >= 0 for n in numbers):
+    usable = (
+        all(type(n) is int and n >= 0 for n in numbers)
+        and len(shape) <= MAX_DIMENSIONS
+        and max(shape, default=0) < MAX_SIZE
+    )
+    if set(entry) != {"dtype", "shape", "data_offsets"} or not usable:
         raise HintFormatError(f"hint file {name}: a bad header entry; the file is damaged", field=name)
     return dtype, tuple(shape), begin, end
 

@@ -76,8 +76,8 @@ def from_arrays(
     if arrays:
         raise HintFormatError(f"hint file: unknown tensors {', '.join(sorted(arrays))}", field="tensors")
     next_token_id = container.parse(metadata["next_token_id"], "next_token_id")
-    if next_token_id is not None and type(next_token_id) is not int:
-        raise HintFormatError("hint file next_token_id: expected a whole number or null", field="next_token_id")
+    if next_token_id is not None:
+        next_token_id = number(metadata, "next_token_id")
     return HintFile(
         token_ids=token_ids,
         sites=decoded,

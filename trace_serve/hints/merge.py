@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from trace_serve.errors import HintFormatError
+from trace_serve.hints import container
 from trace_serve.hints.encode import metadata_of
 from trace_serve.hints.reader import HintReader
 from trace_serve.hints.rows import HintFile
@@ -152,7 +153,13 @@ def _write_part(reader: HintReader, begin: int, end: int, out: Path) -> str:
 
 
 def _scale_kind(hints: HintFile) -> str:
-    return hints.sites[0].scale_kind if hints.sites else "lsb"
+    kinds = {site.scale_kind for site in hints.sites}
+    if len(kinds) > 1:
+        raise HintFormatError(
+            f"scale: sites have {' and '.join(sorted(kinds))}, expected the same kind of scales at all of them",
+            field="scale",
+        )
+    return kinds.pop() if kinds else "lsb"
 
 
 def _fingerprints(path: Path) -> list[bytes]:
@@ -216,16 +223,16 @@ def _common(first: list[bytes], second: list[bytes]) -> int:
 def _index(directory: Path) -> dict[str, list[str]]:
     path = directory / INDEX
     try:
-        content: Any = json.loads(path.read_text("utf-8"))
+        content: Any = container.parse(path.read_bytes(), INDEX)
         index = content["trajectories"]
         version = content["schema_version"]
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise HintFormatError(f"{path}: cannot be read ({exc}); name a directory that `hints merge` wrote") from exc
     names_ok = isinstance(index, dict) and all(
-        isinstance(parts, list) and all(isinstance(part, str) and part.isalnum() for part in parts)
+        isinstance(parts, list) and all(isinstance(part, str) and part.isascii() and part.isalnum() for part in parts)
         for parts in index.values()
     )
-    if version != SCHEMA_VERSION or not names_ok:
+    if type(version) is not int or version != SCHEMA_VERSION or not names_ok:
         raise HintFormatError(
             f"{path}: schema_version {version!r} or its contents cannot be used", field="schema_version"
         )
