@@ -18,13 +18,15 @@ from torch import Tensor
 from trace_serve.errors import ConfigError, HintFormatError
 from trace_serve.hints.rows import HintFile
 
+ROUTERS = ("Mixtral", "Qwen3Moe", "Olmoe", "Qwen3_5Moe", "Qwen2Moe", "Qwen3Next")
+"""Families whose router weighs experts by a softmax over all, renormalized over the chosen ones where it says so."""
+
 
 class RoutingReplay(AbstractContextManager["RoutingReplay"]):
     """Makes a transformers model follow recorded routes until the context ends.
 
     Args:
-        model: its routers return (logits [T, E], weights [T, k], experts [T, k]), as those of Mixtral, Qwen3-MoE, OLMoE
-            and Qwen3.5-MoE do.
+        model: its routers, of `ROUTERS`, return (logits [T, E], weights [T, k], experts [T, k]).
         hints: a file a sequence of the batch, in its order; None leaves that sequence alone.
         follow: False compares the routes and lets the trainer's stand.
 
@@ -37,6 +39,13 @@ class RoutingReplay(AbstractContextManager["RoutingReplay"]):
         routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         if not routers:
             raise ConfigError(f"{type(model).__name__}: has no router whose choice can be replayed", field="model")
+        unknown = {type(each).__name__ for each in routers} - {f"{family}TopKRouter" for family in ROUTERS}
+        if unknown:
+            raise ConfigError(
+                f"{type(model).__name__}: how {', '.join(sorted(unknown))} weighs experts is not known, expected a "
+                f"router of {', '.join(ROUTERS)}; go without routes (replay_routes=False)",
+                field="model",
+            )
         self._routes = [_routes(each, len(routers), routers[0].top_k, routers[0].num_experts) for each in hints]
         self._firsts = [0 if each is None else each.first_token for each in hints]
         self._follow = follow

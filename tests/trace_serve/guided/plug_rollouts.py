@@ -1,4 +1,4 @@
-"""Rollouts for the tests of plugs: hint files of the tiny Mixtral with arbitrary bits and routes, without an engine.
+"""Rollouts for the tests of plugs: hint files of tiny models with arbitrary bits and routes, without an engine.
 
 Arbitrary outcomes differ from nearest rounding everywhere, so a row that goes to the wrong token cannot pass.
 """
@@ -13,18 +13,24 @@ from trace_serve.hints.rows import HintFile, Site
 from trace_serve.recipe import BLOCK, Recipe
 
 RECIPE = Recipe()
-BLOCKS = {
-    "experts_in": engine_model.HIDDEN // BLOCK,
-    "k": engine_model.KV_HEADS * engine_model.HEAD_DIM // BLOCK,
-    "v": engine_model.KV_HEADS * engine_model.HEAD_DIM // BLOCK,
-}
+LAYERS = tuple(range(engine_model.LAYERS))
 
 
-def rollout(seed: int, tokens: int, *, first: int = 0, routes: bool = True, recipe: Recipe = RECIPE) -> HintFile:
+def rollout(
+    seed: int,
+    tokens: int,
+    *,
+    first: int = 0,
+    routes: bool = True,
+    recipe: Recipe = RECIPE,
+    kv_layers: tuple[int, ...] = LAYERS,
+    head_dim: int = engine_model.HEAD_DIM,
+) -> HintFile:
     """Hints of `tokens` tokens, whose last one has no row; with `first`, the rows before it are absent too."""
+    kept = engine_model.KV_HEADS * head_dim // BLOCK
+    shapes = {"experts_in": (LAYERS, engine_model.HIDDEN // BLOCK), "k": (kv_layers, kept), "v": (kv_layers, kept)}
     rng = np.random.default_rng(seed)
     ids = np.array(engine_model.token_ids(seed, tokens), dtype=np.int32)[first:-1]
-    layers = tuple(range(engine_model.LAYERS))
     sites = tuple(
         Site(
             name=name,
@@ -34,9 +40,9 @@ def rollout(seed: int, tokens: int, *, first: int = 0, routes: bool = True, reci
             present=rng.random(len(ids)) < 0.9,
             scale_kind="lsb",
         )
-        for name, blocks in BLOCKS.items()
+        for name, (layers, blocks) in shapes.items()
     )
-    routed = rng.random((len(ids), len(layers), engine_model.EXPERTS)).argsort(axis=-1)[..., :2].astype(np.uint8)
+    routed = rng.random((len(ids), len(LAYERS), engine_model.EXPERTS)).argsort(axis=-1)[..., :2].astype(np.uint8)
     return HintFile(
         token_ids=ids,
         sites=sites,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trace_serve.errors import ConfigError
 from trace_serve.guided.hf.rounding import NearestRounding, Rounding
-from trace_serve.guided.plugs.alignment import aligned
+from trace_serve.guided.plugs.alignment import aligned, segments
 from trace_serve.guided.replay import HintedRounding
 from trace_serve.guided.routing import RoutingReplay
 from trace_serve.guided.rule import TAU_ALIGNED
@@ -82,6 +82,8 @@ class MicroBatches(Rounding):
         self._given: Hints | None = None
         self._open: MicroBatch | None = None
         self._replay_routes = replay_routes
+        layer_types = getattr(model.config.get_text_config(), "layer_types", None) if hasattr(model, "config") else None
+        self._recurrent = "linear_attention" in (layer_types or ())
         if replay_routes:
             RoutingReplay(model, []).__exit__(None, None, None)
             routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
@@ -166,6 +168,12 @@ class MicroBatches(Rounding):
                         "replay_routes=False",
                         field=KEYWORD,
                     )
+        if self._recurrent and len(segments(input_ids, attention_mask, position_ids)) > input_ids.shape[0]:
+            raise ConfigError(
+                "position_ids: got sequences packed into a row, and linear attention carries its state from one to the "
+                "next; give each sequence a row of its own",
+                field="position_ids",
+            )
         files = aligned(hints, input_ids, attention_mask, position_ids)
         rounding = HintedRounding(self._recipe, files, device=input_ids.device, **self._options)
         rounding.begin(0, input_ids.shape[1])
