@@ -14,8 +14,12 @@ from trace_serve.errors import HintFormatError
 from trace_serve.hints import merge as merging
 from trace_serve.hints import wire
 from trace_serve.hints.inspect import summarize
+from trace_serve.hints.syndrome.cli import pack_command, unpack_command
+from trace_serve.hints.syndrome.packed import PackedHints
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and verify hint files.")
+app.command("pack")(pack_command)
+app.command("unpack")(unpack_command)
 
 _File = Annotated[Path, typer.Argument(help="Hint file (.safetensors).")]
 
@@ -68,7 +72,8 @@ def verify(
 ) -> None:
     """Check a hint file's schema, byte counts and checksums; exit code 3 says what is wrong."""
     hints = wire.read(file, expect_recipe_id=recipe_id)
-    missing = {site.name: int((~site.present).sum()) for site in hints.sites}
+    coded = hints.coded if isinstance(hints, PackedHints) else {}
+    missing = {site.name: int((~coded.get(site.name, site).present).sum()) for site in hints.sites}
     if require_complete and any(missing.values()):
         listed = ", ".join(f"{count} of {name}" for name, count in missing.items() if count)
         raise HintFormatError(f"{file}: rows are missing: {listed} of {hints.rows}", field="present")

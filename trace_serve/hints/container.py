@@ -43,7 +43,7 @@ def canonical(value: Any) -> str:
 
 
 def parse(text: str | bytes, what: str) -> Any:
-    """JSON without repeated keys and without NaN.
+    """JSON without repeated keys, NaN and halves of surrogate pairs.
 
     Raises:
         HintFormatError: naming `what`.
@@ -60,9 +60,13 @@ def parse(text: str | bytes, what: str) -> Any:
     try:
         # json would also take UTF-16 and UTF-32, which safetensors does not.
         text = text if isinstance(text, str) else text.decode("utf-8")
-        return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        if "\\u" in text:
+            # Half a surrogate pair is no character; other readers refuse it.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as exc:
         raise HintFormatError(f"hint file {what}: not JSON: {exc}; the file is damaged", field=what) from exc
+    return value
 
 
 def _metadata_digest(metadata: Mapping[str, str]) -> str:

@@ -25,23 +25,6 @@ from trace_serve.hints.schema import (
 from trace_serve.recipe import BLOCK
 
 
-def from_bytes(
-    data: bytes, *, expect_recipe_id: str | None = None, expect_token_ids: Sequence[int] | NDArray[Any] | None = None
-) -> HintFile:
-    """Reads a file; arrays are read-only views of `data` where the layout allows.
-
-    Args:
-        data: the whole file.
-        expect_recipe_id: refuse hints that were made under another recipe.
-        expect_token_ids: refuse hints of other tokens; one id a row.
-
-    Raises:
-        HintFormatError: unknown schema, other recipe, other tokens, wrong byte count, wrong checksum, trailing bytes,
-            tensors that are missing, unknown or of the wrong shape.
-    """
-    return from_arrays(*container.decode(data), expect_recipe_id=expect_recipe_id, expect_token_ids=expect_token_ids)
-
-
 def from_arrays(
     arrays: container.Arrays,
     metadata: dict[str, str],
@@ -49,7 +32,7 @@ def from_arrays(
     expect_recipe_id: str | None = None,
     expect_token_ids: Sequence[int] | NDArray[Any] | None = None,
 ) -> HintFile:
-    """`from_bytes` of what `container.decode` gives; `arrays` is emptied."""
+    """Reads what `container.decode` gives; `arrays` is emptied. Args, Raises: as `wire.from_bytes`."""
     check_schema(metadata)
     if expect_recipe_id is not None and metadata["recipe_id"] != expect_recipe_id:
         raise HintFormatError(
@@ -178,6 +161,10 @@ def _decode_extras(
             raise HintFormatError("hint file logprobs: the mask does not match the values", field="logprobs")
     if "routed_experts" in arrays:
         routed = arrays.pop("routed_experts")
+        if routed.dtype not in (np.uint8, np.uint16):
+            raise HintFormatError(
+                f"hint file routed_experts: got {routed.dtype}, expected uint8 or uint16", field="routed_experts"
+            )
         mask_name = "routed_experts.present"
         routed_present = unpack_mask(_take(arrays, mask_name), rows, mask_name)
     return logprobs, routed, routed_present

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trace_serve.hints import wire
+from trace_serve.hints.syndrome.packed import PackedHints
 
 PAPER_BYTES_PER_TOKEN = 51_840
 """Full codes and scales of Qwen3.5-35B-A3B, 92,160 values at 4.5 bits (arXiv 2610.07767: "about 50 KB")."""
@@ -56,9 +57,18 @@ def summarize_site(site: wire.Site) -> SiteSummary:
     )
 
 
+def _coded(summary: SiteSummary, hints: PackedHints) -> SiteSummary:
+    coded = hints.coded[summary.name]
+    present = float(coded.present.mean()) if coded.present.size else None
+    size = round(coded.bytes_per_token(hints.site(summary.name)))
+    return replace(summary, codes="syndrome", present=present, ones=None, bytes_per_token=size)
+
+
 def summarize(hints: wire.HintFile) -> dict[str, Any]:
     """Everything about a file but its payload, as plain JSON values."""
     sites = [summarize_site(site) for site in hints.sites]
+    if isinstance(hints, PackedHints):
+        sites = [_coded(each, hints) if each.name in hints.coded else each for each in sites]
     versions = Counter[str]()
     for start, end, version in hints.weight_versions:
         versions[version] += end - start

@@ -10,11 +10,14 @@ from typing import Any
 from numpy.typing import NDArray
 
 from trace_serve.errors import HintFormatError
+from trace_serve.hints import container
 from trace_serve.hints.compression import MAX_BYTES, compress, decompress, is_compressed
-from trace_serve.hints.decode import from_bytes
+from trace_serve.hints.decode import from_arrays
 from trace_serve.hints.encode import to_bytes
 from trace_serve.hints.rows import HintFile, Site, require_nonzero
 from trace_serve.hints.schema import SCHEMA_VERSION, site_bytes_per_token, token_ids_digest
+from trace_serve.hints.syndrome import packed
+from trace_serve.hints.syndrome.more import beside
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -30,6 +33,32 @@ __all__ = [
     "write",
     "write_bytes",
 ]
+
+
+def from_bytes(
+    data: bytes,
+    *,
+    expect_recipe_id: str | None = None,
+    expect_token_ids: Sequence[int] | NDArray[Any] | None = None,
+    more: Path | None = None,
+) -> HintFile:
+    """Reads a file; arrays are read-only views of `data` where the layout allows.
+
+    Args:
+        data: the whole file.
+        expect_recipe_id: refuse hints that were made under another recipe.
+        expect_token_ids: refuse hints of other tokens; one id a row.
+        more: second file of a packed one (`PackedHints`), where there is one.
+
+    Raises:
+        HintFormatError: unknown schema, other recipe, other tokens, wrong byte count, wrong checksum, trailing bytes,
+            tensors that are missing, unknown or of the wrong shape.
+    """
+    arrays, metadata = container.decode(data)
+    expected: dict[str, Any] = {"expect_recipe_id": expect_recipe_id, "expect_token_ids": expect_token_ids}
+    if metadata.get("format") == packed.FORMAT:
+        return packed.from_packed(arrays, metadata, more=more, **expected)
+    return from_arrays(arrays, metadata, **expected)
 
 
 def bytes_per_token(hints: HintFile) -> int:
@@ -69,7 +98,7 @@ def read(
     expect_token_ids: Sequence[int] | NDArray[Any] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> HintFile:
-    """`from_bytes` of a file, decompressed first where the name ends in `.zst`.
+    """`from_bytes` of a file, decompressed first where the name ends in `.zst`; a packed file with what lies beside it.
 
     Args:
         path: the file.
@@ -86,4 +115,10 @@ def read(
         raise HintFormatError(f"{path}: cannot be read ({exc.strerror})", field=str(path)) from exc
     if is_compressed(path):
         data = decompress(data, max_bytes=max_bytes)
-    return from_bytes(data, expect_recipe_id=expect_recipe_id, expect_token_ids=expect_token_ids)
+    more = beside(path)
+    return from_bytes(
+        data,
+        expect_recipe_id=expect_recipe_id,
+        expect_token_ids=expect_token_ids,
+        more=more if more.exists() else None,
+    )

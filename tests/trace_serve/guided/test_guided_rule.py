@@ -51,7 +51,7 @@ def test_the_rule_is_the_one_that_is_written_down(u, bit, tau):
     assert bool(got >> 3) is bool(np.signbit(np.float32(u)))
 
 
-def pairs(count: int = 200_000) -> tuple[torch.Tensor, torch.Tensor]:
+def pairs(count: int = 1_000_000) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(17)
     u = torch.empty(count).uniform_(-7, 7, generator=generator)
     spread = 10 ** torch.empty(count).uniform_(-3, 0.5, generator=generator)
@@ -75,10 +75,10 @@ def test_inside_its_condition_it_is_never_worse_than_nearest_and_close_by_it_is_
     step = torch.where(up, upper - grid[n], grid[n] - lower)
     inside = (u - v).abs() < d_far
     worse = (q_guided - q_rollout).abs() > (q_nearest - q_rollout).abs()
-    assert inside.sum() > 100_000
+    assert inside.sum() > 500_000
     assert not (worse & inside).any()
     close = inside & ((u - v).abs() < tau * step) & ~saturated & (a != grid[n])
-    assert close.sum() > 10_000
+    assert close.sum() > 50_000
     assert torch.equal(q_guided[close].abs(), q_rollout[close].abs())
 
 
@@ -117,8 +117,9 @@ def test_full_guidance_is_never_farther_from_the_rollout_than_nearest(u, rollout
     target = e2m1.decode(code)
     got, nearest = e2m1.decode(follow_codes(value, code)), e2m1.decode(e2m1.encode(value))
     assert (got - target).abs() <= (nearest - target).abs()
-    around = sorted(GRID, key=lambda g: abs(g - min(abs(float(value)), 6.0)))[:2]
-    assert got.abs().item() in around or abs(float(value)) in GRID
+    a = abs(float(value))
+    around = {4.0, 6.0} if a >= 6 else {max(g for g in GRID if g <= a), min(g for g in GRID if g >= a)}
+    assert got.abs().item() in around
 
 
 def test_own_codes_as_hints_change_nothing():

@@ -51,7 +51,9 @@ def read_json(text: str | bytes) -> Any:
 
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        return json.loads(decoded, object_pairs_hook=unique, parse_constant=constant)
+        value = json.loads(decoded, object_pairs_hook=unique, parse_constant=constant)
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
     except (ValueError, RecursionError) as exc:
         raise Refused(str(exc)) from exc
 

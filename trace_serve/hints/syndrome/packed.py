@@ -43,6 +43,11 @@ class CodedSite:
     syndrome: NDArray[np.uint64]
     check: NDArray[np.uint32]
 
+    def bytes_per_token(self, site: Site) -> float:
+        """Bytes a row that the packed file has of this site, its scales included."""
+        rest = site.bytes_per_token - 2 * self.width * len(site.layers)
+        return rest + (self.syndrome.nbytes + self.check.nbytes) / max(1, self.present.size)
+
 
 @dataclass
 class Decoding:
@@ -86,7 +91,7 @@ def pack(
     """The packed file and its second file.
 
     Args:
-        hints: with the bits of every site.
+        hints: with the bits of every site; whole codes of coded sites are dropped.
         scale: as `wire.to_bytes`.
         words: of each syndrome that the packed file holds, 4 to 16, of 64 bits for 2,048 values each.
         sites: that are coded; others stay as they are.
@@ -103,6 +108,8 @@ def pack(
             f"bits of {', '.join(sites)} and {code.MIN_WORDS} to {code.MAX_WORDS} words",
             field="words" if chosen else "sites",
         )
+    kept = tuple(replace(site, codes=None) if site in chosen else site for site in hints.sites)
+    hints = replace(hints, sites=kept)
     arrays, more = tensors_of(hints, scale), container.Arrays()
     bits = hashlib.sha256()
     for site in chosen:
