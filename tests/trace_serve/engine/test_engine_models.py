@@ -17,12 +17,14 @@ import engine_models_hf as models
 import numpy as np
 import pytest
 import torch
+import transformers
 from engine_client import agreement, assert_rows_equal, flush
 from engine_model import token_ids
 from engine_models_oracle import Answer, Oracle, compare, generate
 
 from trace_serve import nvfp4
 from trace_serve.engine.launch import EngineConfig, EngineProcess
+from trace_serve.guided.plugs.hf import HintedModel
 from trace_serve.hints import wire
 from trace_serve.recipe import Recipe
 
@@ -182,3 +184,19 @@ def test_a_conversation_keeps_its_rows_and_they_are_those_of_a_cold_run(fp4: Ser
 def test_fp4_answers_are_near_the_models_and_not_equal(fp4: Served) -> None:
     found = compare(fp4.oracle, generate(fp4.engine, token_ids(306, 120)))
     assert MEAN_NATS < found.mean < 0.5, found
+
+
+def test_hints_and_routes_bring_a_trainer_of_the_family_to_the_rollout(fp4: Served) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(fp4.engine.config.model, dtype=torch.bfloat16).eval()
+    HintedModel(model, Recipe())
+    nearest, followed = [], []
+    for seed in (307, 308):
+        answer = generate(fp4.engine, token_ids(seed, 40), new_tokens=30, hints=True, start=None)
+        tokens, served = torch.tensor([[*answer.prompt, *answer.output]]), torch.tensor(answer.output_logprobs)
+        for found, named in ((nearest, {}), (followed, {"rollout_hints": [hints_of(answer)]})):
+            with torch.inference_mode():
+                logits = model(tokens, use_cache=False, **named).logits[0, len(answer.prompt) - 1 : -1].float()
+            own = logits.log_softmax(dim=-1).gather(1, tokens[0, len(answer.prompt) :, None])[:, 0]
+            found.append(float((own - served).abs().mean()))
+    logger.info("%s: |dlogp| nearest %s, guided %s", fp4.family, nearest, followed)
+    assert sum(followed) < 0.5 * sum(nearest)
