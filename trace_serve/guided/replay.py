@@ -18,6 +18,7 @@ from trace_serve.errors import ConfigError, HintFormatError
 from trace_serve.guided.outcomes import Outcomes, ScaleKind
 from trace_serve.guided.quantize import Mode, guided_fake_quantize
 from trace_serve.guided.rule import TAU_ALIGNED
+from trace_serve.guided.syndrome import PackedBits
 from trace_serve.hints.rows import HintFile, Site
 from trace_serve.nvfp4 import fake_quantize, fake_quantize_tokens
 from trace_serve.nvfp4.block_scale import Operand
@@ -81,6 +82,7 @@ class HintedRounding:
         self._layers = None if layers is None else frozenset(layers)
         self._sites = None if sites is None else frozenset(sites)
         self._cache: dict[tuple[str, int], list[_Layer | None]] = {}
+        self._packed = PackedBits(self._hints, recipe)
         self._first = self._count = 0
 
     def begin(self, first: int, count: int) -> None:
@@ -124,13 +126,14 @@ class HintedRounding:
             places: int64 [N] among the routed experts of each row, for `experts_mid`.
         """
         rows = torch.arange(x.shape[0], device=x.device) if rows is None else rows
-        return self._gather(site, layer, rows, x.shape[-1], places)
+        return self._gather(site, layer, rows, x, places)
 
     def cached_outcomes(self, site: str, layer: int, x: Tensor, first: int) -> Outcomes | None:
         """The same for K or V [B, heads, T, D] of positions `first` on, as rows [B * T, heads * D]."""
-        batch, heads, count, width = x.shape
-        rows = torch.arange(batch * count, device=x.device)
-        return self._gather(site, layer, rows, heads * width, first=first, count=count)
+        count = x.shape[2]
+        flat = _by_token(x)
+        rows = torch.arange(flat.shape[0], device=x.device)
+        return self._gather(site, layer, rows, flat, first=first, count=count)
 
     def _guided(self, x: Tensor, outcomes: Outcomes, operand: Operand, scale: float | None) -> Tensor:
         return guided_fake_quantize(
@@ -139,8 +142,7 @@ class HintedRounding:
 
     def _cached(self, site: str, layer: int, x: Tensor, first: int, scale: float) -> Tensor:
         batch, heads, count, width = x.shape
-        # The engine keeps the heads of a token one after the other.
-        flat = x.transpose(1, 2).reshape(batch * count, heads * width)
+        flat = _by_token(x)
         outcomes = self.cached_outcomes(site, layer, x, first)
         if outcomes is None:
             kept = fake_quantize(flat, scale, self._recipe, operand="kv")
@@ -153,7 +155,7 @@ class HintedRounding:
         site: str,
         layer: int,
         rows: Tensor,
-        width: int,
+        x: Tensor,
         places: Tensor | None = None,
         *,
         first: int | None = None,
@@ -165,15 +167,15 @@ class HintedRounding:
             return None
         first, count = self._first if first is None else first, self._count if count is None else count
         sequence, position = rows // count, first + rows % count
-        total, blocks = rows.shape[0], width // BLOCK
+        total, blocks = rows.shape[0], x.shape[-1] // BLOCK
         bits = torch.zeros(total, blocks, dtype=torch.int32, device=rows.device)
         scales = torch.zeros(total, blocks, dtype=torch.uint8, device=rows.device)
         present = torch.zeros(total, dtype=torch.bool, device=rows.device)
         global_scale = torch.ones(total, dtype=torch.float32, device=rows.device)
-        codes = (
-            torch.zeros(total, width // 2, dtype=torch.uint8, device=rows.device) if self._mode == "replay" else None
-        )
+        replayed = self._mode == "replay"
+        codes = torch.zeros(total, 8 * blocks, dtype=torch.uint8, device=rows.device) if replayed else None
         kind, own_scale = self._kind(site), True
+        found: dict[int, tuple[Tensor, Tensor]] = {}
         for index, each in enumerate(kept):
             if each is None:
                 continue
@@ -183,6 +185,7 @@ class HintedRounding:
             mine = (sequence == index) & (at >= 0) & (at < each.present.shape[0])
             mine = mine.nonzero().squeeze(-1)
             at = at[mine]
+            found[index] = mine, at
             self._check_width(site, each, blocks, places)
             block = self._blocks_of(blocks, None if places is None else places[mine])
             bits[mine] = _pick(each.bits[at], block)
@@ -195,7 +198,7 @@ class HintedRounding:
                 own_scale = False
                 group = 0 if places is None else places[mine]
                 global_scale[mine] = each.global_scale[at, group]
-        return Outcomes(
+        outcomes = Outcomes(
             bits=bits,
             scales=None if kind == "none" else scales,
             scale_kind=kind,
@@ -203,6 +206,8 @@ class HintedRounding:
             present=present,
             codes=None if codes is None else unpack(codes),
         )
+        self._packed.fill(site, layer, x, outcomes, found)
+        return outcomes
 
     def _site(self, name: str, layer: int) -> list[_Layer | None]:
         if (self._sites is not None and name not in self._sites) or (
@@ -249,6 +254,11 @@ class HintedRounding:
         if places is None:
             return None
         return places.unsqueeze(-1) * blocks + torch.arange(blocks, device=places.device)
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """K or V [B, heads, T, D] to [B * T, heads * D]; the engine keeps the heads of a token one after the other."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1] * x.shape[3])
 
 
 def _pick(rows: Tensor, columns: Tensor | None) -> Tensor:

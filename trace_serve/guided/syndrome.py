@@ -7,7 +7,7 @@ few differences that explain the syndrome (Slepian and Wolf, 1973; Liveris et al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -191,7 +191,9 @@ class PackedBits:
         self._recipe = recipe
         self._kept: dict[tuple[int, str, int], tuple[NDArray[np.uint16], NDArray[np.bool_]]] = {}
 
-    def fill(self, site: str, layer: int, x: Tensor, outcomes: Outcomes, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def fill(
+        self, site: str, layer: int, x: Tensor, outcomes: Outcomes, rows: Mapping[int, tuple[Tensor, Tensor]]
+    ) -> None:
         """Writes decoded bits into the outcomes, and marks their rows present.
 
         Args:

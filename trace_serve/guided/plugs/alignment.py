@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trace_serve.errors import ConfigError, HintFormatError
 from trace_serve.hints.rows import HintFile, Site
+from trace_serve.hints.syndrome.packed import PackedHints
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,12 @@ def _moved(segment: Segment, hints: HintFile) -> HintFile:
 def _joined(parts: Sequence[tuple[Segment, HintFile]], ids: NDArray[Any]) -> HintFile:
     """One file for a packed row; columns that no file covers are marked missing."""
     first = parts[0][1]
+    if any(isinstance(each, PackedHints) for _, each in parts):
+        raise HintFormatError(
+            "rollout_hints: packed hints in a row of several sequences; pad the batch to one sequence a row, or give "
+            "files that `hints unpack` wrote",
+            field="rollout_hints",
+        )
     if any(each.recipe_id != first.recipe_id for _, each in parts):
         raise HintFormatError("rollout_hints: files of several recipes in one packed row", field="recipe_id")
     places = [_place(segment, each) for segment, each in parts]

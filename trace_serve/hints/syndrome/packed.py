@@ -91,7 +91,7 @@ def pack(
     """The packed file and its second file.
 
     Args:
-        hints: with the bits of every site; whole codes of coded sites are dropped.
+        hints: with the bits of every site.
         scale: as `wire.to_bytes`.
         words: of each syndrome that the packed file holds, 4 to 16, of 64 bits for 2,048 values each.
         sites: that are coded; others stay as they are.
@@ -108,8 +108,6 @@ def pack(
             f"bits of {', '.join(sites)} and {code.MIN_WORDS} to {code.MAX_WORDS} words",
             field="words" if chosen else "sites",
         )
-    kept = tuple(replace(site, codes=None) if site in chosen else site for site in hints.sites)
-    hints = replace(hints, sites=kept)
     arrays, more = tensors_of(hints, scale), container.Arrays()
     bits = hashlib.sha256()
     for site in chosen:
