@@ -35,7 +35,7 @@ help:
 	@echo 'make bench-gate     what eval-gate run adds to the time of its arms'
 	@echo 'make bench-compare  time and memory of eval-gate compare on 200,000 recorded results'
 	@echo 'make bench-gpu   bandwidth of the Triton kernels on a card'
-	@echo 'make example-grpo  train the sample policy on FP4 rollouts, QAT beside TRACE: 20 minutes (EXAMPLE_ARGS=...)'
+	@echo 'make example-grpo  train the sample policy on FP4 rollouts, QAT beside TRACE: 25 minutes (EXAMPLE_ARGS=...)'
 	@echo 'make load        load the server at HOST=$(HOST) with locust'
 	@echo 'make check-plugs compare what the plugs for trainers rely on with the newest wheels of the trainers'
 	@echo 'make docs        build the pages of docs/ into site/'
