@@ -22,7 +22,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "security",
     ),
     "Gate": ("gate-queries", "gate-statistics", "verdict", "attribute", "gate-in-a-pipeline"),
-    "Train": ("trainers", "mismatch", "rl-example"),
+    "Train": ("trainers", "syndrome-hints", "mismatch", "rl-example"),
     "Deploy": ("deployment", "load-tests", "upgrading-sglang"),
     "Inside": ("architecture", "kernels", "engine-speed", "server-speed", "sample-recipes", "benchmarks"),
 }

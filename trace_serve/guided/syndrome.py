@@ -148,7 +148,7 @@ class SyndromeDecoder:
 def _differences(
     syndrome: code.Words, own: code.Words, trust: NDArray[np.float32]
 ) -> tuple[code.Words, NDArray[np.bool_]]:
-    """Likeliest differences [N, 32] between own blocks and those of the syndromes [N, k], and where there are any."""
+    """Likeliest differences [N, 32] to the blocks of syndromes [N, k], and where there are any; `trust` is lost."""
     used = code.checks(syndrome.shape[1])
     parities = np.ascontiguousarray(code.unfolded(syndrome) ^ code.parities(own, syndrome.shape[1]))
     found, iterations = np.zeros_like(own), np.zeros(len(own), dtype=np.int64)

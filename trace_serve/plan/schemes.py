@@ -44,7 +44,7 @@ SCHEMES = (
     Scheme("paper", "bit + scale byte, deeper half", 1.5, True, "28 %", 0.36, True),
     Scheme("byte", "bit + scale byte", 1.5, False, "> 99.9 %", 0.0004, True),
     Scheme("default", "bit + scale bit (default)", 1.0625, False, "99.8 %", 0.0003, True),
-    Scheme("syndrome", "syndrome-coded bit + scale bit", 0.317, False, "> 99.7 %", 0.0003, False),
+    Scheme("syndrome", "syndrome of bits + scale bit (hints pack)", 0.342, False, "99.8 %", 0.0003, True),
     Scheme("bound", "Slepian-Wolf bound", 0.105, False, "-", None, False),
 )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hint_factory import RECIPE_ID, make_file
+from hint_factory import RECIPE_ID, make_file, make_site
 from typer.testing import CliRunner
 
 from trace_serve.errors import HintFormatError
@@ -28,9 +28,15 @@ def documented_entries():
     return {column: ((a, b), (c, d), (e, f)) for column, a, b, c, d, e, f in found}
 
 
+def lowest_bits():
+    """A file whose coded sites have no whole codes."""
+    sites = [make_site(name, 11, (0, 5), 36, seed) for seed, name in enumerate(packed.SITES)]
+    return make_file(sites=(*sites, *(site for site in make_file().sites if site.name == "experts_mid")))
+
+
 @pytest.fixture
 def files(tmp_path):
-    hints = make_file()
+    hints = lowest_bits()
     paths = tmp_path / "x.safetensors", beside(tmp_path / "x.safetensors")
     for path, data in zip(paths, packed.pack(hints), strict=True):
         path.write_bytes(data)
@@ -57,7 +63,7 @@ def test_every_prefix_of_a_syndrome_is_a_code_of_three_checks_a_bit_without_shor
     blocks = np.random.default_rng(words).integers(0, 1 << 64, (5, 32), dtype=np.uint64)
     assert np.array_equal(code.unfolded(code.syndromes(blocks)[:, :words]), code.parities(blocks, words))
     used = code.checks(words)
-    matrix = np.zeros((64 * words, code.BITS), dtype=np.int32)
+    matrix = np.zeros((64 * words, code.BITS), dtype=np.float32)
     for row in range(words):
         for edge in range(used.starts[row], used.starts[row + 1]):
             z = np.arange(64)
@@ -145,6 +151,6 @@ def test_metadata_that_does_not_fit_is_refused(files, changes):
 
 def test_what_cannot_be_packed_is_refused():
     with pytest.raises(HintFormatError, match="words"):
-        packed.pack(make_file(), words=3)
+        packed.pack(lowest_bits(), words=3)
     with pytest.raises(HintFormatError, match="sites"):
         packed.pack(replace(make_file(), sites=()))
