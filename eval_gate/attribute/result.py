@@ -10,6 +10,7 @@ from eval_gate.attribute.cost import Cost
 from eval_gate.attribute.drift import TokenDrift
 from eval_gate.attribute.layers import Resolution
 from eval_gate.attribute.readings import Standing
+from eval_gate.attribute.rounding import RoundingShare
 from eval_gate.attribute.trials import Stage
 from eval_gate.attribute.variants import Part
 from eval_gate.policy import GatePolicy
@@ -100,6 +101,7 @@ class Attribution(_Part):
         left_out: remedies that were not tried, with the reason.
         stopped: `engines` or `wall` when the budget ended the search, else None.
         flipped: queries that flipped under the recipe that was given.
+        rounding: distance of the served answers from their training-time versions; None where it was not asked for.
     """
 
     schema_version: Literal[1] = 1
@@ -125,5 +127,6 @@ class Attribution(_Part):
     left_out: tuple[str, ...]
     stopped: str | None
     flipped: tuple[FlippedQuery, ...]
+    rounding: RoundingShare | None = None
     created: AwareDatetime
     tools: dict[str, str]

@@ -24,6 +24,7 @@ from eval_gate.attribute.result import (
     Remedy,
     Step,
 )
+from eval_gate.attribute.rounding import RoundingShare, rounding_share
 from eval_gate.attribute.search import Findings, Search, drive
 from eval_gate.attribute.subject import AttributeConfig, Subject, check
 from eval_gate.attribute.trials import Stage, Trial
@@ -121,7 +122,18 @@ class _Attribution:
             found = await drive(search.run(), self._evaluate)
         if not self._bf16.complete:
             found.stopped = "wall"
-        return self._result(found)
+        return self._result(found, await self._rounding(found))
+
+    async def _rounding(self, found: Findings) -> RoundingShare | None:
+        """Nothing where the run's time was over before the recipe had answered: there is nothing to explain then."""
+        subject, config = self._subject, self._config
+        if not config.rounding or found.whole is None:
+            return None
+        self._label, self._done = "rounding", 0
+        self._report()
+        asked = subject.queries.queries[: config.rounding]
+        log = config.out / "answers" / "engine-rounding.log"
+        return await rounding_share(subject.source, subject.recipe, asked, config.policy, config.startup_timeout_s, log)
 
     async def _evaluate(self, trial: Trial) -> Reading | None:
         begin = time.monotonic()
@@ -170,7 +182,7 @@ class _Attribution:
             )
         )
 
-    def _result(self, found: Findings) -> Attribution:
+    def _result(self, found: Findings, rounding: RoundingShare | None) -> Attribution:
         subject, config = self._subject, self._config
         layout, cost = subject.layout, subject.cost
         return Attribution(
@@ -187,7 +199,8 @@ class _Attribution:
             bf16=self._bf16_summary(found),
             bf16_refusals=count_refusals(self._bf16.results.samples),
             bf16_cost=cost(in_bf16(in_bf16(subject.recipe, Part.EXPERTS), Part.KV)),
-            conclusions=conclude(found, subject.recipe, config.policy, cost),
+            conclusions=conclude(found, subject.recipe, config.policy, cost)
+            + (() if rounding is None else (rounding.sentence,)),
             steps=tuple(self._steps),
             parts=tuple(_part(part, reading) for part, reading in found.parts.items()),
             activations=_activations(found, config.policy),
@@ -200,6 +213,7 @@ class _Attribution:
             left_out=tuple(found.left_out),
             stopped=found.stopped,
             flipped=self._flipped,
+            rounding=rounding,
             created=datetime.now(UTC),
             tools=tool_versions(),
         )

@@ -39,6 +39,8 @@ class AttributeConfig:
         budget: engines at most, the BF16 one included. Recorded answers count as well, so that an interrupted run ends
             as an uninterrupted one would.
         max_wall_s: seconds after which nothing more is asked.
+        rounding: queries whose answers under the recipe are asked for once more with hints, by an engine beyond the
+            budget, and scored by the training-time version; 0 leaves it out.
         kv_tokens: tokens of KV cache that remedies of weights and of KV cache are weighed at.
     """
 
@@ -49,6 +51,7 @@ class AttributeConfig:
     policy: GatePolicy = field(default_factory=GatePolicy)
     budget: int = 20
     max_wall_s: float | None = None
+    rounding: int = 0
     kv_tokens: int = DEFAULT_KV_TOKENS
     recording: Recording = field(default_factory=Recording)
     concurrency: int = 8
@@ -131,6 +134,10 @@ def check(config: AttributeConfig) -> Subject:
         recipe = load_policy(config.model).recipe
     if recipe.is_bf16:
         raise ConfigError("--recipe: it quantizes nothing, so there is no gap to attribute", field="recipe")
+    if config.rounding and not recipe.has_hints:
+        raise ConfigError(
+            "--rounding: the recipe rounds nothing while serving, so there are no hints; leave it out", field="rounding"
+        )
     config = replace(config, policy=config.policy.model_copy(update={"looks": 1}))
     queries = open_all(config.queries).sample(config.policy.max_queries, config.policy.sample_seed)
     check_allowed(((query.id, query.checker) for query in queries.queries), config.permissions)

@@ -62,6 +62,13 @@ def attribute(
     kv_tokens: Annotated[
         int, typer.Option(help="Tokens of KV cache that its bytes are weighed at against those of weights.")
     ] = DEFAULT_KV_TOKENS,
+    rounding: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Queries asked again for rounding hints; the training-time version scores their answers.",
+        ),
+    ] = 0,
     logprobs: Annotated[bool, typer.Option(help="Record log-probabilities and token ids.")] = True,
     routed_experts: Annotated[bool, typer.Option(help="Record routed experts of every token; large.")] = False,
     concurrency: Concurrency = 8,
@@ -105,6 +112,7 @@ def attribute(
         ),
         budget=budget,
         max_wall_s=max_wall,
+        rounding=rounding,
         kv_tokens=kv_tokens,
         recording=Recording(tokens=logprobs, routes=routed_experts),
         concurrency=concurrency,

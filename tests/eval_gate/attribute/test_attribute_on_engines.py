@@ -1,4 +1,4 @@
-"""The command on real engines: BF16, the recipe, and its KV cache alone; three starts in all."""
+"""The command on real engines: BF16, the recipe, its KV cache alone, and the recipe with hints; four starts in all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_command_tries_recipes_until_its_budget_ends_and_goes_on_from_there(
     assert "2/2 W4A4 experts, NVFP4 KV: gap" in errors
     assert len(list(out.glob("answers/*.jsonl"))) == 2
 
-    code, text, errors = call(*flags, "--budget", "3", "--json")
+    code, text, errors = call(*flags, "--budget", "3", "--rounding", "4", "--json")
     assert code == 0, errors
     found = Attribution.model_validate_json(text)
     assert found == Attribution.model_validate_json((out / "attribution.json").read_text())
@@ -56,6 +56,10 @@ def test_the_command_tries_recipes_until_its_budget_ends_and_goes_on_from_there(
         for share in (step.drift.top1, step.drift.router):
             assert share is not None
             assert 0 < share <= 1
+    assert found.rounding is not None
+    assert found.rounding.sentence == found.conclusions[-1]
+    assert (found.rounding.answers, found.rounding.tokens > 8) == (4, True)
+    assert 0 < found.rounding.hints < 0.5 * min(found.rounding.nearest, found.rounding.bf16)
     # Twelve queries cannot pass a margin of 5 points, and the report says what would be needed.
     assert any("at least 52 are needed" in reason for reason in found.left_out) or found.steps[-1].outcome == "BLOCK"
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import base64
+import re
 import time
 import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engine_model
@@ -12,6 +16,7 @@ import numpy as np
 import pytest
 import refit_client as client
 import torch
+import transformers
 
 from trace_serve.engine.launch import EngineProcess
 from trace_serve.engine.push import Pause, Push
@@ -19,6 +24,7 @@ from trace_serve.hints import wire
 
 pytestmark = pytest.mark.engine
 
+TRAINERS_PAGE = Path(__file__).parents[3] / "docs/trainers.md"
 PROMPT = engine_model.token_ids(41, 30)
 NEW = 600
 ALL = {"sink": "inline", "scale": "byte", "versions": "all"}
@@ -182,3 +188,44 @@ def test_requests_in_flight_get_an_error_when_weights_end_up_mixed(
     with pytest.raises(urllib.error.HTTPError) as refused:
         client.generate(engine)
     refused.value.close()
+
+
+def test_the_loop_of_the_trainers_page_trains_on_rollouts_and_serves_what_it_learned(
+    engine: EngineProcess, model_b: Path, tmp_path: Path
+) -> None:
+    code = re.search(r"^## The loop\n+```python\n(.*?)^```", TRAINERS_PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert code is not None
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_b, dtype=torch.bfloat16).train()
+    files: list[wire.HintFile] = []
+
+    def rollouts() -> Iterator[SimpleNamespace]:
+        """One answer a step, of the weights that the step before it sent."""
+        for step in range(2):
+            answer = client.generate(engine, prompt=PROMPT, new=8, trace_hints="inline")
+            path = tmp_path / f"{step}.safetensors"
+            path.write_bytes(base64.b64decode(answer["meta_info"]["trace_hints"]["data"]))
+            files.append(wire.read(path))
+            ids = torch.tensor([[*PROMPT, *answer["output_ids"]]])
+            yield SimpleNamespace(hint_paths=[path], ids=ids, mask=torch.ones_like(ids))
+
+    def loss_of(logits: torch.Tensor, batch: SimpleNamespace) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits[0, :-1].float(), batch.ids[0, 1:])
+
+    before = model.model.layers[0].mlp.experts.down_proj.detach().clone()
+    names = {
+        "model": model,
+        "rollouts": rollouts(),
+        "loss_of": loss_of,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "engine_url": engine.url,
+        "api_key": engine.api_key,
+    }
+    exec(compile(code[1], str(TRAINERS_PAGE), "exec"), names)
+    assert not torch.equal(model.model.layers[0].mlp.experts.down_proj, before)
+    assert [[version for *_, version in each.weight_versions] for each in files] == [["b"], ["step-0"]]
+    trained = client.generate(engine, prompt=PROMPT, new=1, trace_hints="inline")
+    assert [version for *_, version in hints(trained).weight_versions] == ["step-1"]
+    with torch.inference_mode():
+        scores = model.eval()(torch.tensor([PROMPT]), use_cache=False).logits[0, -1].float().log_softmax(-1)
+    served = logprobs(trained)[0]
+    assert abs(float(scores[trained["output_ids"][0]]) - served) < 0.1

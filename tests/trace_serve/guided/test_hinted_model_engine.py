@@ -16,6 +16,9 @@ from engine_client import decoded, generate
 from trace_serve.engine.launch import EngineProcess
 from trace_serve.errors import ConfigError, HintFormatError
 from trace_serve.guided.hf.fake_quantized import fake_quantize
+from trace_serve.guided.plugs.hf import HintedModel
+from trace_serve.guided.plugs.micro_batch import MicroBatches
+from trace_serve.guided.plugs.modelopt import HintedQuantizers
 from trace_serve.guided.replay import HintedRounding
 from trace_serve.guided.routing import RoutingReplay
 from trace_serve.hints.rows import HintFile
@@ -43,12 +46,12 @@ def model(engine_model: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(engine_model, dtype=torch.bfloat16).eval()
 
 
-def distance(model: Any, rollout: HintFile) -> float:
+def distance(model: Any, rollout: HintFile, **named: Any) -> float:
     """Mean |trainer's - rollout's| log-probability of the sampled tokens."""
     ids = torch.from_numpy(rollout.token_ids.astype(np.int64)).unsqueeze(0)
     following = np.append(rollout.token_ids[1:], rollout.next_token_id)
     with torch.inference_mode():
-        scores = torch.log_softmax(model(ids).logits[0].float(), dim=-1)
+        scores = torch.log_softmax(model(ids, **named).logits[0].float(), dim=-1)
     own = scores[torch.arange(len(following)), torch.from_numpy(following.astype(np.int64))].numpy()
     assert rollout.logprobs is not None
     sampled = ~np.isnan(rollout.logprobs)
@@ -73,6 +76,19 @@ def test_hints_and_routes_bring_the_trainer_to_the_rollout(
     bf16, quantized, guided = np.array(found).mean(axis=0)
     assert guided < 0.5 * quantized
     assert guided < 0.5 * bf16
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("plug", [HintedModel, HintedQuantizers])
+def test_plugs_bring_a_trainer_to_the_rollout(
+    model: Any, rollouts: list[HintFile], fp4_policy: Policy, plug: type[MicroBatches]
+) -> None:
+    own = copy.deepcopy(model)
+    plug(own, fp4_policy.recipe)
+    options = {"use_cache": False}
+    nearest = [distance(own, each, rollout_hints=[None], **options) for each in rollouts]
+    guided = [distance(own, each, rollout_hints=[each], **options) for each in rollouts]
+    assert np.mean(guided) < 0.5 * np.mean(nearest)
 
 
 def test_a_batch_is_guided_sequence_by_sequence(model: Any, rollouts: list[HintFile], fp4_policy: Policy) -> None:
