@@ -59,8 +59,8 @@ def from_arrays(
     if arrays:
         raise HintFormatError(f"hint file: unknown tensors {', '.join(sorted(arrays))}", field="tensors")
     next_token_id = container.parse(metadata["next_token_id"], "next_token_id")
-    if next_token_id is not None:
-        next_token_id = number(metadata, "next_token_id")
+    if next_token_id is not None and (type(next_token_id) is not int or not -1 << 31 <= next_token_id < 1 << 31):
+        raise HintFormatError("hint file next_token_id: expected null or an id of 32 bits", field="next_token_id")
     return HintFile(
         token_ids=token_ids,
         sites=decoded,

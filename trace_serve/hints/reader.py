@@ -15,7 +15,7 @@ from trace_serve.errors import HintFormatError
 from trace_serve.hints import container
 from trace_serve.hints.decode import check_schema, decode_versions, from_arrays, number, unpack_mask
 from trace_serve.hints.encode import pack_mask
-from trace_serve.hints.rows import HintFile
+from trace_serve.hints.rows import HintFile, check_array
 from trace_serve.hints.schema import token_ids_digest
 
 _MASK = ".present"
@@ -48,6 +48,9 @@ class HintReader:
         check_schema(self._metadata)
         self.total = number(self._metadata, "rows")
         self.first_token = number(self._metadata, "first_token")
+        if "token_ids" not in self._arrays:
+            raise HintFormatError("hint file token_ids: the tensor is missing", field="token_ids")
+        check_array("token_ids", self._arrays["token_ids"], np.int32, (self.total,))
         # No rows carry no payload, but every rule about names, shapes and metadata.
         self.rows(0, 0, expect_recipe_id=expect_recipe_id)
         ids = self._arrays["token_ids"]

@@ -101,7 +101,7 @@ def read(data: bytes, recipe_id: str | None = None, tokens: list[int] | None = N
     rows, first = read_json(metadata["rows"]), read_json(metadata["first_token"])
     need(whole(rows, 0, 2**31 - 1) and whole(first, 0, 2**31 - 1), "rows or first_token")
     following = read_json(metadata["next_token_id"])
-    need(following is None or whole(following, 0, 2**31 - 1), "next_token_id")
+    need(following is None or whole(following, -(2**31), 2**31 - 1), "next_token_id")
 
     def take(name: str, dtype: str, *shape: int) -> np.ndarray:
         need(name in tensors, f"{name} is missing")

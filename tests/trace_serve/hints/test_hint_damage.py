@@ -127,7 +127,7 @@ def set_array(name, array):
         (set_array("k.present", np.zeros(1, dtype=np.uint8)), "k.present"),
         (set_array("k.present", np.full(2, 255, dtype=np.uint8)), "k.present"),
         (set_array("routed_experts", np.zeros((9, 6, 2), dtype=np.int32)), "routed_experts"),
-        (set_key("next_token_id", "-1"), "next_token_id"),
+        (set_key("next_token_id", str(-(1 << 31) - 1)), "next_token_id"),
         (set_key("next_token_id", str(1 << 31)), "next_token_id"),
         (set_key("weight_versions", r'[[0,9,"\ud800"]]'), "weight_versions"),
         (lambda arrays, metadata: arrays.pop("k.bits"), "k.bits"),

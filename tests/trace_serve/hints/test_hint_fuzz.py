@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import zstandard
-from hint_factory import make_file
+from hint_factory import make_file, same
 from hint_mutations import HOSTILE_JSON, HOSTILE_TEXT, hostile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,15 +27,19 @@ from trace_serve.hints import container, merge, wire
 from trace_serve.hints.compression import compress, decompress
 from trace_serve.hints.reader import HintReader
 from trace_serve.hints.sinks.shared import read_segment
+from trace_serve.hints.syndrome import packed
+from trace_serve.hints.syndrome.more import beside
 from trace_serve.hints.writer import HintWriter
 
-EXAMPLES = int(os.environ.get("HINT_FUZZ_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("HINT_FUZZ_EXAMPLES", "60"))
 FUZZ = settings(
     max_examples=EXAMPLES,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
 WHOLE = wire.to_bytes(make_file(37), scale="byte")
+PLAIN = make_file(37, sites=make_file(37).sites[:2])
+PACKED, MORE = packed.pack(PLAIN)
 MOST = 48 << 20
 """Bytes: some JSON of 100,000 levels, many times a file of 30 KB, and far below what a header may claim."""
 
@@ -142,27 +146,27 @@ def test_merged_directories(tmp_path_factory: pytest.TempPathFactory, data: st.D
 @given(data=st.data())
 def test_compressed_files(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "h.safetensors.zst"
-    packed = compress(WHOLE)
+    squeezed = compress(WHOLE)
     kind = data.draw(st.sampled_from(["flip", "cut", "behind", "inside"]))
-    at = data.draw(st.integers(0, len(packed) - 1))
+    at = data.draw(st.integers(0, len(squeezed) - 1))
     if kind == "flip":
-        packed = packed[:at] + bytes([packed[at] ^ data.draw(st.integers(1, 255))]) + packed[at + 1 :]
+        squeezed = squeezed[:at] + bytes([squeezed[at] ^ data.draw(st.integers(1, 255))]) + squeezed[at + 1 :]
     elif kind == "cut":
-        packed = packed[:at]
+        squeezed = squeezed[:at]
     elif kind == "behind":
-        packed += data.draw(st.binary(min_size=1, max_size=30))
+        squeezed += data.draw(st.binary(min_size=1, max_size=30))
     else:
-        packed = compress(data.draw(hostile(WHOLE)))
-    path.write_bytes(packed)
+        squeezed = compress(data.draw(hostile(WHOLE)))
+    path.write_bytes(squeezed)
     read = attempt(lambda: wire.read(path, max_bytes=1 << 20))
     assert not (read and kind in ("cut", "behind"))
 
 
 def test_a_frame_that_claims_much_more_than_it_holds_takes_no_memory() -> None:
-    packed = bytearray(zstandard.ZstdCompressor().compress(b"abc" * 100))
+    squeezed = bytearray(zstandard.ZstdCompressor().compress(b"abc" * 100))
     # RFC 8878, 3.1.1.1: a frame header with 8 bytes of content size and no window.
     claim = struct.pack("<IBQ", 0xFD2FB528, 0b11100000, 10 << 30)
-    body = packed[4 + 1 + 2 :]
+    body = squeezed[4 + 1 + 2 :]
     assert zstandard.frame_content_size(claim + bytes(body)) == 10 << 30
     assert not attempt(lambda: decompress(claim + bytes(body)))
 
@@ -173,6 +177,24 @@ def test_two_frames_and_a_bomb_are_refused() -> None:
     assert not attempt(lambda: decompress(bomb, max_bytes=1 << 20))
     assert not attempt(lambda: decompress(compress(WHOLE) + compress(WHOLE)))
     assert not attempt(lambda: decompress(compress(WHOLE) + bomb))
+
+
+@FUZZ
+@given(data=hostile(PACKED), more=hostile(MORE))
+def test_packed_files(tmp_path: Path, data: bytes, more: bytes) -> None:
+    path = tmp_path / "h.safetensors"
+    path.write_bytes(data)
+    attempt(lambda: wire.read(path))
+    path.write_bytes(PACKED)
+    beside(path).write_bytes(more)
+
+    def unpack() -> None:
+        hints = wire.read(path)
+        assert isinstance(hints, packed.PackedHints)
+        assert same(packed.unpack(hints), PLAIN)
+
+    attempt(unpack)
+    beside(path).unlink()
 
 
 @FUZZ

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from trace_serve.errors import HintFormatError
-from trace_serve.hints import cli, merge, wire
+from trace_serve.hints import cli, container, merge, wire
 from trace_serve.hints.reader import HintReader
 from trace_serve.hints.writer import HintWriter
 
@@ -112,6 +112,17 @@ def test_a_part_that_does_not_follow_is_refused(tmp_path: Path, field: str) -> N
         writer.append(wrong)
     assert caught.value.field == field
     writer.discard()
+
+
+@pytest.mark.parametrize("ids", [None, np.zeros((37, 2), dtype=np.int32), np.zeros(37, dtype=np.float32)])
+def test_a_file_without_usable_token_ids_is_refused_when_it_is_opened(path: Path, ids: np.ndarray | None) -> None:
+    arrays, metadata = container.decode(path.read_bytes())
+    del arrays["token_ids"]
+    if ids is not None:
+        arrays["token_ids"] = ids
+    path.write_bytes(container.encode(arrays, metadata))
+    with pytest.raises(HintFormatError, match="token_ids"):
+        HintReader(path)
 
 
 def test_a_damaged_file_is_refused_when_it_is_opened(path: Path) -> None:

@@ -77,7 +77,7 @@ def agree(data: bytes) -> None:
     assert document.split()[0] == product.split()[0], f"by the document a reader {document}; the product {product}"
 
 
-@settings(max_examples=int(os.environ.get("HINT_FUZZ_EXAMPLES", "600")), deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=int(os.environ.get("HINT_FUZZ_EXAMPLES", "400")), deadline=None, suppress_health_check=SLOW)
 @given(hostile(DATA))
 def test_it_refuses_what_the_product_refuses(data: bytes) -> None:
     agree(data)
