@@ -78,7 +78,7 @@ async def rounding_share(
             exchange = await arm.complete(body)
             if exchange.failure is not None:
                 raise EngineError(f"query {query.id!r}, asked for hints: {exchange.failure.message}")
-            files.append(_decoded(query.id, exchange.response))
+            files.append(decoded(query.id, exchange.response))
     directory = source.directory
     assert directory is not None
     return await asyncio.to_thread(score, directory, recipe, files, policy.temperature)
@@ -99,7 +99,9 @@ def score(directory: Path, recipe: Recipe, files: Sequence[HintFile], temperatur
         import torch
         import transformers
     except ImportError as exc:
-        raise ConfigError("--rounding: needs torch and transformers; install trace-serve[gate-hf]") from exc
+        raise ConfigError(
+            "--rounding: needs torch and transformers; install trace-serve[gate-hf]", field="rounding"
+        ) from exc
     from trace_serve.guided.plugs.hf import HintedModel
 
     transformers.utils.logging.disable_progress_bar()
@@ -134,7 +136,12 @@ def score(directory: Path, recipe: Recipe, files: Sequence[HintFile], temperatur
     )
 
 
-def _decoded(query_id: str, response: Any) -> HintFile:
+def decoded(query_id: str, response: Any) -> HintFile:
+    """The hint file inside an answer of an OpenAI route.
+
+    Raises:
+        EngineError: there is none that can be scored; the message has the engine's reason.
+    """
     from trace_serve.hints import wire
 
     metadata = response.get("metadata") if isinstance(response, dict) else None

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from eval_gate.attribute.rounding import decoded
 from eval_gate.attribute.subject import AttributeConfig, Subject, check
 from eval_gate.policy import GatePolicy
+from trace_serve.errors import EngineError
 from trace_serve.policy.manifest import Policy
 from trace_serve.recipe import Recipe
 
@@ -52,6 +55,33 @@ def test_a_recipe_that_does_not_fit_the_model_is_refused(engine_model: Path, tmp
     code, _, errors = call("--model", engine_model, "--out", tmp_path / "out", "--recipe", recipe)
     assert code == 3
     assert "intermediate_size 96 is not a multiple of 64" in errors
+
+
+def test_hints_are_asked_only_of_a_recipe_that_rounds_while_serving(
+    engine_model: Path, tmp_path: Path, call: Call
+) -> None:
+    recipe = tmp_path / "weights.json"
+    recipe.write_text(json.dumps(Recipe(experts="w4a16", kv="bf16").to_dict()))
+    flags = ("--model", engine_model, "--out", tmp_path / "out", "--recipe", recipe)
+    code, _, errors = call(*flags, "--rounding", "4")
+    assert (code, errors.count("\n")) == (3, 1)
+    assert "--rounding: the recipe rounds nothing while serving" in errors
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (None, "none came"),
+        ({"metadata": {}}, "none came"),
+        (
+            {"metadata": {"trace_hints": [{"status": "failed", "reason": "larger than an answer"}]}},
+            "larger than an answer",
+        ),
+    ],
+)
+def test_an_answer_without_hints_ends_the_scoring_with_the_reason(answer: Any, reason: str) -> None:
+    with pytest.raises(EngineError, match=f"query 'q1': no hints with the answer: {reason}"):
+        decoded("q1", answer)
 
 
 def test_queries_with_a_judge_and_an_unwritable_place_are_refused(
