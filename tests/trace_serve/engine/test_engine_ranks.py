@@ -19,7 +19,8 @@ import torch.distributed as dist
 from engine_client import agreement, assert_rows_equal, body, decoded, flush, generate, together, wait_for
 
 from trace_serve import nvfp4
-from trace_serve.engine.launch import EngineConfig, EngineProcess, _cores_of_ranks
+from trace_serve.engine.command import _cores_of_ranks
+from trace_serve.engine.launch import EngineConfig, EngineProcess
 from trace_serve.engine.ranks import Ranks, assemble, slice_of_weight, slices_of_rows
 from trace_serve.engine.rows import Rows
 from trace_serve.engine.telemetry import Telemetry
@@ -97,6 +98,7 @@ def whole() -> Rows:
             layers=tuple(range(LAYERS)),
             bits=generator.integers(1 << 16, size=(TOKENS, LAYERS, width)).astype(np.uint16),
             scales=generator.integers(1 << 8, size=(TOKENS, LAYERS, width)).astype(np.uint8),
+            codes=generator.integers(1 << 8, size=(TOKENS, LAYERS, 8 * width)).astype(np.uint8),
             present=np.array([True, True, False]),
             global_log2=None if groups is None else np.ones((TOKENS, LAYERS, groups), dtype=np.int8),
             groups=groups or 1,
@@ -126,7 +128,8 @@ def part_of(rank: int, ranks: int = 2) -> Rows:
             return np.ascontiguousarray(split.reshape(TOKENS, LAYERS, -1))
 
         assert site.scales is not None
-        sites.append(replace(site, bits=cut(site.bits), scales=cut(site.scales)))
+        assert site.codes is not None
+        sites.append(replace(site, bits=cut(site.bits), scales=cut(site.scales), codes=cut(site.codes)))
     return replace(full, sites=tuple(sites))
 
 
@@ -180,6 +183,9 @@ def assert_same_rows(got: Rows, expected: Rows) -> None:
         assert a.scales is not None
         assert b.scales is not None
         np.testing.assert_array_equal(a.scales, b.scales, err_msg=a.name)
+        assert a.codes is not None
+        assert b.codes is not None
+        np.testing.assert_array_equal(a.codes, b.codes, err_msg=a.name)
         np.testing.assert_array_equal(a.present, b.present, err_msg=a.name)
 
 
@@ -211,6 +217,9 @@ def test_padding_that_made_ranks_equal_is_left_out(ranks: int) -> None:
     halved = middle.bits.reshape(TOKENS, LAYERS, EXPERTS, -1)[..., :SLICE].reshape(TOKENS, LAYERS, -1)
     np.testing.assert_array_equal(got.sites[1].bits, halved)
     np.testing.assert_array_equal(got.sites[2].bits, k.bits[..., : 3 * BLOCKS])
+    assert got.sites[2].codes is not None
+    assert k.codes is not None
+    np.testing.assert_array_equal(got.sites[2].codes, k.codes[..., : 24 * BLOCKS])
 
 
 def test_rows_of_other_tokens_or_other_scales_are_not_put_together() -> None:
