@@ -19,7 +19,7 @@ RUNNER = CliRunner()
 
 
 def as_bits(blocks):
-    return np.unpackbits(blocks.view(np.uint8), axis=1, bitorder="little")
+    return np.unpackbits(np.ascontiguousarray(blocks).view(np.uint8), axis=1, bitorder="little")
 
 
 def documented_entries():
