@@ -58,9 +58,6 @@ def from_arrays(
     logprobs, routed, routed_present = _decode_extras(arrays, rows)
     if arrays:
         raise HintFormatError(f"hint file: unknown tensors {', '.join(sorted(arrays))}", field="tensors")
-    next_token_id = container.parse(metadata["next_token_id"], "next_token_id")
-    if next_token_id is not None and (type(next_token_id) is not int or not -1 << 31 <= next_token_id < 1 << 31):
-        raise HintFormatError("hint file next_token_id: expected null or an id of 32 bits", field="next_token_id")
     return HintFile(
         token_ids=token_ids,
         sites=decoded,
@@ -71,7 +68,7 @@ def from_arrays(
         logprobs=logprobs,
         routed_experts=routed,
         routed_present=routed_present,
-        next_token_id=next_token_id,
+        next_token_id=decode_next_token(metadata["next_token_id"]),
     )
 
 
@@ -168,6 +165,14 @@ def _decode_extras(
         mask_name = "routed_experts.present"
         routed_present = unpack_mask(_take(arrays, mask_name), rows, mask_name)
     return logprobs, routed, routed_present
+
+
+def decode_next_token(text: str) -> int | None:
+    """The id of `next_token_id`."""
+    found: int | None = container.parse(text, "next_token_id")
+    if found is not None and (type(found) is not int or not -1 << 31 <= found < 1 << 31):
+        raise HintFormatError("hint file next_token_id: expected null or an id of 32 bits", field="next_token_id")
+    return found
 
 
 def decode_versions(text: str) -> tuple[tuple[int, int, str], ...]:

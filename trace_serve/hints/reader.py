@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from trace_serve.errors import HintFormatError
 from trace_serve.hints import container
-from trace_serve.hints.decode import check_schema, decode_versions, from_arrays, number, unpack_mask
+from trace_serve.hints.decode import check_schema, decode_next_token, decode_versions, from_arrays, number, unpack_mask
 from trace_serve.hints.encode import pack_mask
-from trace_serve.hints.rows import HintFile, check_array
+from trace_serve.hints.rows import HintFile, check_array, check_versions
 from trace_serve.hints.schema import token_ids_digest
 
 _MASK = ".present"
@@ -51,6 +51,9 @@ class HintReader:
         if "token_ids" not in self._arrays:
             raise HintFormatError("hint file token_ids: the tensor is missing", field="token_ids")
         check_array("token_ids", self._arrays["token_ids"], np.int32, (self.total,))
+        # Parts have clipped spans and their own following token, so these are looked at as a whole.
+        check_versions(decode_versions(self._metadata["weight_versions"]), self.total)
+        decode_next_token(self._metadata["next_token_id"])
         # No rows carry no payload, but every rule about names, shapes and metadata.
         self.rows(0, 0, expect_recipe_id=expect_recipe_id)
         ids = self._arrays["token_ids"]

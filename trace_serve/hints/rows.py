@@ -167,7 +167,7 @@ class HintFile:
         if self.logprobs is not None:
             check_array("logprobs", self.logprobs, np.float32, (self.rows,))
         self._check_routed()
-        _check_versions(self.weight_versions, self.rows)
+        check_versions(self.weight_versions, self.rows)
 
     @property
     def rows(self) -> int:
@@ -217,7 +217,8 @@ def check_layers(name: str, layers: Any) -> None:
         )
 
 
-def _check_versions(spans: tuple[tuple[int, int, str], ...], rows: int) -> None:
+def check_versions(spans: tuple[tuple[int, int, str], ...], rows: int) -> None:
+    """Raises HintFormatError unless the spans (start, end, version) cover rows 0 to `rows` in order."""
     end = 0
     for start, stop, version in spans:
         if type(start) is not int or type(stop) is not int or not isinstance(version, str):

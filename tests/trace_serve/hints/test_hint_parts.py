@@ -125,6 +125,22 @@ def test_a_file_without_usable_token_ids_is_refused_when_it_is_opened(path: Path
         HintReader(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("weight_versions", '[[0, 99, "7"]]'),
+        ("weight_versions", '[[0, 37, "7"], [3, 37, "8"]]'),
+        ("weight_versions", '[[5, 37, "7"]]'),
+        ("next_token_id", "0.5"),
+    ],
+)
+def test_metadata_that_no_part_shows_is_checked_when_the_file_is_opened(path: Path, key: str, value: str) -> None:
+    arrays, metadata = container.decode(path.read_bytes())
+    path.write_bytes(container.encode(arrays, {**metadata, key: value}))
+    with pytest.raises(HintFormatError, match=key):
+        HintReader(path)
+
+
 def test_a_damaged_file_is_refused_when_it_is_opened(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
