@@ -88,10 +88,16 @@ class Architecture:
             ranks: tensor-parallel ranks that share the model.
 
         Raises:
-            ConfigError: SGLang or the CPU engine cannot serve this architecture.
+            ConfigError: SGLang or the CPU engine cannot serve this architecture, or a card this recipe.
             RecipeError: the recipe quantizes what the model does not have.
         """
-        if device == "cpu" or not recipe.is_bf16:
+        if device != "cpu" and not recipe.is_bf16:
+            raise ConfigError(
+                f"device: got {device}, and the policy's recipe is FP4; in this version NVFP4 experts and KV run on "
+                "the CPU engine; serve a policy of the bf16 recipe on cards, or this one with device=cpu",
+                field="device",
+            )
+        if device == "cpu":
             self._check_attention()
         self._check_family(ranks)
         if device == "cuda":

@@ -22,6 +22,7 @@ from trace_serve.cli import main
 from trace_serve.engine.architectures import Architecture
 from trace_serve.engine.settings import engine_config
 from trace_serve.errors import ConfigError
+from trace_serve.policy.build import build_policy
 from trace_serve.policy.manifest import Policy
 from trace_serve.recipe import PRESETS
 from trace_serve.settings import Settings
@@ -45,17 +46,28 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
+@pytest.fixture
+def bf16_policy(engine_model: Path, tmp_path: Path) -> Policy:
+    return build_policy(engine_model, tmp_path / "bf16", name="bf16", version="1", recipe=PRESETS["bf16"])
+
+
 def test_a_dry_run_tells_what_sglang_makes_of_cards_that_are_not_here(
-    fp4_policy: Policy, capsys: pytest.CaptureFixture[str]
+    bf16_policy: Policy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--device", "cuda", "--tensor-parallel", "2", "--engine-args", "--stream-interval 4"]
-    assert main(["engine", str(fp4_policy.path), "--dry-run", *options]) == 0
+    assert main(["engine", str(bf16_policy.path), "--dry-run", *options]) == 0
     told = json.loads(capsys.readouterr().out)
     arguments = told["arguments"]
-    assert (arguments["tp_size"], arguments["quantization"], arguments["stream_interval"]) == (2, "trace_nvfp4", 4)
+    assert (arguments["tp_size"], arguments["device"], arguments["stream_interval"]) == (2, "cuda", 4)
     assert "max_total_tokens" not in arguments, "a card's memory says how many"
     assert told["seams"] > 50
     assert not [word for word in told["command"] if "api-key" in word]
+
+
+def test_an_fp4_recipe_on_a_card_is_refused_before_anything_starts(
+    fp4_policy: Policy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "device: got cuda" in refused(capsys, str(fp4_policy.path), "--dry-run", "--device", "cuda")
 
 
 def test_a_dry_run_of_the_server_refuses_what_sglang_and_hints_would(
@@ -94,10 +106,10 @@ def test_cards_that_the_heads_do_not_divide_among_are_refused_before_a_start(ran
     config = {"architectures": ["MixtralForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
     architecture = Architecture({**config, "num_local_experts": 4, "num_hidden_layers": 1})
     if served:
-        architecture.check(PRESETS["default"], device="cuda", ranks=ranks)
+        architecture.check(PRESETS["bf16"], device="cuda", ranks=ranks)
         return
     with pytest.raises(ConfigError, match=rf"tensor_parallel: got {ranks}, .*4 heads"):
-        architecture.check(PRESETS["default"], device="cuda", ranks=ranks)
+        architecture.check(PRESETS["bf16"], device="cuda", ranks=ranks)
 
 
 def launch_lines() -> list[list[str]]:
