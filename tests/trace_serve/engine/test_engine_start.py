@@ -11,10 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trace_serve.engine.architectures import Architecture
+from trace_serve.engine.command import engine_command
 from trace_serve.engine.launch import EngineConfig, EngineProcess
+from trace_serve.engine.spec import EngineSpec
 from trace_serve.errors import ConfigError, EngineError, SeamError
 from trace_serve.policy.manifest import Policy
-from trace_serve.recipe import PRESETS
+from trace_serve.recipe import PRESETS, Recipe
 
 REMOVE_SEAM = '''
 import importlib.abc, importlib.machinery, sys
@@ -60,10 +63,11 @@ def test_a_directory_without_a_model_is_refused_before_anything_starts(tmp_path:
 
 
 def test_a_value_that_starts_with_a_dash_is_not_taken_for_an_option() -> None:
-    engine = EngineProcess(EngineConfig(model=Path("-model")))
-    arguments = engine._arguments()
-    assert "--model-path=-model" in arguments
-    assert "-model" not in arguments
+    config, told = EngineConfig(model=Path("-model")), EngineSpec(recipe=Recipe(), run_dir="/nowhere")
+    architecture = Architecture({"architectures": ["MixtralForCausalLM"]})
+    words = engine_command(config, told, architecture, module="main", name="-name", port=1, key="a-key").words
+    assert {"--model-path=-model", "--served-model-name=-name"} < set(words)
+    assert not {"-model", "-name"} & set(words)
 
 
 def test_a_recipe_that_this_engine_cannot_compute_exactly_is_refused(engine_model: Path) -> None:
