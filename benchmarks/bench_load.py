@@ -4,7 +4,7 @@
 
 Without `--url` or `--policy` the server is one of known delays: 200 ms to the first of 32 tokens, 20 ms between them;
 `--policy` starts a front-end and a real engine. Both tools run
-a closed loop of the same number of clients over the same prompts with the same answer length, forwards and backwards;
+a closed loop of the same number of clients over prompts of the same kind and answers of the same length, forwards and backwards;
 ratios are formed within a round. `--tokenizer` is any model directory: SGLang's benchmark counts prompt tokens itself.
 The key of the server is read from TRACE_SERVE_API_KEY.
 """
@@ -119,7 +119,11 @@ def main() -> None:
     figures.add_option(parser)
     options = parser.parse_args()
     real = bool(options.url or options.policy)
-    prompts = [text([0, index], 24) for index in range(64)] if real else [SCRIPT]
+
+    def prompts(run: int) -> list[str]:
+        """Others for each run, so that no run is served from the prefix cache that another one filled."""
+        return [text([run, index], 24) for index in range(64)] if real else [SCRIPT]
+
     rounds: list[tuple[Figures, Figures]] = []
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -133,10 +137,10 @@ def main() -> None:
         for number in range(options.rounds):
             place = directory / str(number)
             place.mkdir()
-            second = theirs(url, prompts, options, place, count) if number % 2 else None
-            first = ours(url, prompts, options, place)
+            second = theirs(url, prompts(2 * number), options, place, count) if number % 2 else None
+            first = ours(url, prompts(2 * number + 1), options, place)
             count = max(round(first["requests/s"] * options.seconds), options.clients)
-            second = second or theirs(url, prompts, options, place, count)
+            second = second or theirs(url, prompts(2 * number), options, place, count)
             rounds.append((first, second))
             print(f"round {number + 1}: {first}\n         {second}", file=sys.stderr, flush=True)
     busy = os.getloadavg()[0]
