@@ -4,7 +4,7 @@
 
 Without `--url` or `--policy` the server is one of known delays: 200 ms to the first of 32 tokens, 20 ms between them;
 `--policy` starts a front-end and a real engine. Both tools run
-a closed loop of the same number of clients over prompts of the same kind and answers of the same length, forwards and backwards;
+a closed loop of the same number of clients over like prompts with the same answer length, forwards and backwards;
 ratios are formed within a round. `--tokenizer` is any model directory: SGLang's benchmark counts prompt tokens itself.
 The key of the server is read from TRACE_SERVE_API_KEY.
 """
